@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridcp.errors import LayoutError
@@ -69,24 +70,27 @@ class Communicator:
 
         Empty tensors are sent too: the pattern of messages never depends on the mask.
         """
-        sends = send is not None and to is not None
-        receives = receive is not None and source is not None
-        if not (sends or receives):
+        if send is None or to is None:
+            to = send = None
+        if receive is None or source is None:
+            source = receive = None
+        some = send if send is not None else receive
+        if some is None:
             return Exchange(())
-        device = (send if send is not None else receive).device  # type: ignore[union-attr]
 
         def post() -> list[dist.Work | None]:
             works = []
-            if sends:
+            if send is not None:
                 works.append(dist.isend(send, group=self.group, group_dst=to, tag=tag))
-            if receives:
+            if receive is not None:
                 works.append(dist.irecv(receive, group=self.group, group_src=source, tag=tag))
             return works
 
         # NCCL must see both in one group call, or two ranks that send first wait for each other.
         # `batch_isend_irecv` does the same but refuses groups that torch did not register.
-        if self.group is not None and self.group._get_backend(device).supports_coalescing:
-            with dist._coalescing_manager(self.group, device, async_ops=True) as manager:
+        if self.group is not None and self.group._get_backend(some.device).supports_coalescing:
+            coalescing = distributed_c10d._coalescing_manager
+            with coalescing(self.group, some.device, async_ops=True) as manager:
                 post()
             works = manager.works
         else:

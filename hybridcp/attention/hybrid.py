@@ -80,18 +80,17 @@ class HybridAttention(nn.Module):
             LayoutError: heads that the layout cannot split, or a sequence of another layout.
             KernelError: no kernel supports this dtype, device and head_dim.
         """
-        scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
         if not torch.compiler.is_compiling():
-            self._check(q, k, v, seq, scale)
+            self._check(q, k, v, seq, softmax_scale)
         heads, kv_heads = q.size(2), k.size(2)
+        scale = q.size(-1) ** -0.5 if softmax_scale is None else float(softmax_scale)
         if self._ulysses_degree == 1:
             q_heads, kv = q, torch.stack((k, v))
         else:
             q_heads, kv = qkv_to_heads(q, k, v, seq)
-        out, _, _ = ring_attention(q_heads, kv, seq, self.kernel, heads, kv_heads, float(scale))
-        if self._ulysses_degree == 1:
-            return out
-        return heads_to_sequence(out, seq)
+        out: torch.Tensor
+        out, _, _ = ring_attention(q_heads, kv, seq, self.kernel, heads, kv_heads, scale)
+        return out if self._ulysses_degree == 1 else heads_to_sequence(out, seq)
 
     def select_kernel(self, q: torch.Tensor) -> Selection:
         """The kernel that serves tensors like `q`, and the reason for it.
@@ -114,7 +113,7 @@ class HybridAttention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         seq: ShardedSequence,
-        softmax_scale: float,
+        softmax_scale: float | None,
     ) -> None:
         check_sequence(seq, self.layout)
         if seq.groups.ring.group is not self.groups.ring.group:
@@ -123,5 +122,6 @@ class HybridAttention(nn.Module):
                 "hybridcp.init_mesh(layout) once and give both the same mesh"
             )
         check_tensors(q, k, v, seq)
-        check_softmax_scale(softmax_scale)
+        if softmax_scale is not None:
+            check_softmax_scale(softmax_scale)
         self.select_kernel(q)

@@ -48,10 +48,7 @@ def check_tensors(
                 f"{name} must be (batch, seq, heads, head_dim), got {x.ndim} dims: {shapes}"
             )
         if x.size(1) != seq.local_len:
-            raise InputError(
-                f"{name} has {x.size(1)} tokens, but this rank holds {seq.local_len} of the "
-                f"{seq.seq_len}: {shapes}; cut tensors with seq.shard(x, dim=1)"
-            )
+            raise InputError(f"{name}{_wrong_rows(x, seq.local_len, seq)}: {shapes}")
     if k.shape != v.shape or q.size(0) != k.size(0) or q.size(3) != k.size(3):
         raise InputError(
             f"q, k and v must agree in batch and head_dim, and k and v in heads: {shapes}"
@@ -64,6 +61,26 @@ def check_tensors(
         devices = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
         raise InputError(f"q, k and v must be on one device: {devices}")
     seq.layout.check_heads(q.size(2), k.size(2))
+
+
+def check_rows(q: torch.Tensor, rows: int, seq: ShardedSequence) -> None:
+    """Raise unless `q` has as many rows as this rank works on.
+
+    A compiled graph skips the checks above; without this one it would exchange messages of
+    different sizes.
+
+    Raises:
+        InputError: it has not.
+    """
+    if q.size(1) != rows:
+        raise InputError(f"q{_wrong_rows(q, rows, seq)}")
+
+
+def _wrong_rows(x: torch.Tensor, rows: int, seq: ShardedSequence) -> str:
+    return (
+        f" has {x.size(1)} tokens where this rank has {rows} of the sequence's {seq.seq_len}; cut "
+        "tensors with seq.shard(x, dim=1)"
+    )
 
 
 def check_softmax_scale(softmax_scale: float) -> None:

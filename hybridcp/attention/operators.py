@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._library.opaque_object import MemberType, register_opaque_type
 
 from hybridcp.attention.heads import HeadSplit
+from hybridcp.attention.inputs import check_rows
 from hybridcp.attention.online_softmax import accumulator_dtype
 from hybridcp.attention.ring import BlockAttention, ring_backward, ring_forward
 from hybridcp.attention.ulysses import (
@@ -40,6 +41,7 @@ register_opaque_type(
 @torch.library.custom_op("hybridcp::qkv_to_heads", mutates_args=())
 def qkv_to_heads(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> tuple[Tensor, Tensor]:
     """q, k, v as sequence shards → q (B, S, h, D) and kv (2, B, S, n, D) as head shards."""
+    check_rows(q, seq.local_len, seq)
     split = HeadSplit(seq.layout, q.size(2), k.size(2))
     return gather_seq_scatter_heads_qkv(q, k, v, split, seq.rank_lens, seq.groups.ulysses)
 
@@ -139,6 +141,7 @@ def ring_attention(
     Returns:
         out (B, S, h, D), lse (B, h, S), and the key/value block that arrived last.
     """
+    check_rows(q, seq.ring_len, seq)
     attention = _block_attention(q, seq, kernel, heads, kv_heads, softmax_scale)
     return ring_forward(q, kv, seq.forward_steps, seq.ring_lens, seq.groups.ring, attention)
 

@@ -48,7 +48,7 @@ def gather_seq_scatter_heads_qkv(
     send_sizes = [rows * batch * width * dim for width in widths]
     receive_sizes = [n * batch * widths[ulysses.rank] * dim for n in rank_lens]
     sent = q_BLHD.new_empty(sum(send_sizes))
-    for u, block in enumerate(_blocks(sent, send_sizes, rows, batch, dim)):
+    for u, block in enumerate(_blocks(sent, widths, rows, batch, dim)):
         queries, keys = split.q_ranges[u], split.kv_ranges[u]
         block[:, :, : len(queries)] = _rows_first(q_BLHD, queries)
         block[:, :, len(queries) : -len(keys)] = _rows_first(k_BLKD, keys)
@@ -57,9 +57,11 @@ def gather_seq_scatter_heads_qkv(
     ulysses.all_to_all(received, sent, receive_sizes, send_sizes)
     packed = received.view(sum(rank_lens), batch, widths[ulysses.rank], dim)
     heads = split.heads_per_rank
-    q_BShD = rearrange(packed[:, :, :heads], "s b h d -> b s h d").contiguous()
-    kv = rearrange(packed[:, :, heads:], "s b (two n) d -> two b s n d", two=2).contiguous()
-    return q_BShD, kv
+    q_BShD = rearrange(packed[:, :, :heads], "s b h d -> b s h d")
+    kv = rearrange(packed[:, :, heads:], "s b (two n) d -> two b s n d", two=2)
+    # Both are cut from one message; as results of an operator they must not share memory.
+    dense = torch.contiguous_format
+    return q_BShD.clone(memory_format=dense), kv.clone(memory_format=dense)
 
 
 def scatter_seq_gather_heads_qkv(
@@ -95,7 +97,7 @@ def scatter_seq_gather_heads_qkv(
     dtype = accumulator_dtype(packed.dtype) if shared else packed.dtype
     dk = packed.new_zeros((batch, rows, split.kv_heads, dim), dtype=dtype)
     dv = torch.zeros_like(dk)
-    for u, block in enumerate(_blocks(received, receive_sizes, rows, batch, dim)):
+    for u, block in enumerate(_blocks(received, widths, rows, batch, dim)):
         queries, keys = split.q_ranges[u], split.kv_ranges[u]
         dq[:, :, queries.start : queries.stop] = block[:, :, : len(queries)].transpose(0, 1)
         dk[:, :, keys.start : keys.stop] += block[:, :, len(queries) : -len(keys)].transpose(0, 1)
@@ -144,10 +146,12 @@ def _width(split: HeadSplit, ulysses_rank: int) -> int:
 
 
 def _blocks(
-    flat: torch.Tensor, sizes: Sequence[int], rows: int, batch: int, dim: int
+    flat: torch.Tensor, widths: Sequence[int], rows: int, batch: int, dim: int
 ) -> Iterator[torch.Tensor]:
     """The part of each Ulysses rank in a flat buffer, as (rows, batch, heads, dim)."""
-    return (piece.view(rows, batch, -1, dim) for piece in flat.split(list(sizes)))
+    pieces = flat.split([rows * batch * width * dim for width in widths])
+    for piece, width in zip(pieces, widths, strict=True):
+        yield piece.view(rows, batch, width, dim)
 
 
 def _rows_first(x_BLHD: torch.Tensor, heads: range) -> torch.Tensor:

@@ -59,7 +59,9 @@ class PartialGradients:
 class AttentionKernel(Protocol):
     """One attention backend."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name that selects it."""
 
     def refusal(self, request: Request) -> str | None:
         """Why this kernel cannot serve the request here, or None if it can."""
