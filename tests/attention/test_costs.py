@@ -1,0 +1,90 @@
+"""What a call sends and how much it allocates: counted, and equal to the formulas."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hybridcp import HybridAttention, Layout, ShardedSequence, causal, full, sliding_window
+from hybridcp.distributed import Communicator, ContextParallelGroups
+from hybridcp.testing import run_threads
+
+
+class Counting(Communicator):
+    """Counts the bytes that this rank sends to other ranks."""
+
+    def __init__(self, inner):
+        super().__init__(inner.group)
+        self.sent = 0
+
+    def all_to_all(self, received, sent, receive_sizes, send_sizes):
+        own = send_sizes[self.rank]
+        self.sent += (sum(send_sizes) - own) * sent.element_size()
+        super().all_to_all(received, sent, receive_sizes, send_sizes)
+
+    def exchange(self, *, send, to, **rest):
+        if send is not None and to is not None:
+            self.sent += send.nbytes
+        return super().exchange(send=send, to=to, **rest)
+
+
+def _bytes(groups, layout, seq_len, heads, kv_heads, dim, dtype):
+    counting = ContextParallelGroups(Counting(groups.ring), Counting(groups.ulysses))
+    seq = ShardedSequence(layout, counting, seq_len=seq_len, mask=causal())
+    leaves = [
+        torch.randn(1, seq.local_len, h, dim, dtype=dtype).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
+    out = HybridAttention(layout, counting)(*leaves, seq)
+    forward = (counting.ulysses.sent, counting.ring.sent)
+    out.sum().backward()
+    return forward, (counting.ulysses.sent - forward[0], counting.ring.sent - forward[1])
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "heads", "kv_heads"),
+    [(1, 4, 8, 8), (4, 1, 8, 8), (2, 2, 8, 2), (4, 2, 8, 2), (4, 2, 8, 1), (2, 4, 8, 4)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_sent_are_those_of_the_table(ulysses, ring, heads, kv_heads, dtype):
+    """Per rank and batch item, with K' = max(K, U): no repeated key/value head ever travels."""
+    layout = Layout(ulysses_degree=ulysses, ring_degree=ring)
+    seq_len, dim, size = 64, 8, torch.tensor([], dtype=dtype).element_size()
+    rows, ring_rows = seq_len // layout.cp_degree, seq_len // ring
+    kept_kv = max(kv_heads, ulysses)
+    share = (ulysses - 1) / ulysses
+    one_way = rows * heads * dim * share
+    transposes = (2 * one_way + 2 * rows * kept_kv * dim * share) * size
+    block = 2 * ring_rows * (kept_kv // ulysses) * dim
+    hops = (ring - 1) * block * size
+    # The backward starts from the block that came last, and gradients travel in float32.
+    hops_back = max(ring - 2, 0) * block * size + (ring - 1) * block * 4
+    expected = (transposes, hops), (transposes, hops_back)
+    arguments = (layout, seq_len, heads, kv_heads, dim, dtype)
+    assert run_threads(_bytes, layout, *arguments) == [expected] * layout.cp_degree
+
+
+def _peak_bytes(mask, seq_len, kernel):
+    """Most that one forward and backward on one rank allocates beyond its inputs."""
+    alone = ContextParallelGroups(Communicator(None), Communicator(None))
+    layout = Layout(ulysses_degree=1, ring_degree=1)
+    seq = ShardedSequence(layout, alone, seq_len=seq_len, mask=mask)
+    leaves = [torch.randn(1, seq.local_len, 2, 16).requires_grad_() for _ in range(3)]
+    attention = HybridAttention(layout, alone, kernel=kernel)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        attention(*leaves, seq).sum().backward()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events))
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "mask", [causal(), full(), sliding_window(100, 0)], ids=["causal", "full", "window"]
+)
+def test_memory_of_a_step_is_linear_in_the_length(mask, kernel):
+    """Four times the tokens, about four times the memory; an N × N tensor would be sixteen."""
+    _peak_bytes(mask, 256, kernel)
+    small, large = (_peak_bytes(mask, seq_len, kernel) for seq_len in (1024, 4096))
+    assert large <= 4.5 * small
