@@ -75,10 +75,11 @@ class Band:
 
     @property
     def flash_window(self) -> tuple[int, int]:
-        """`window_size=(left, right)` that makes a trimmed band one flash-attn call.
+        """`window_size=(left, right)` of a trimmed band in flash-attn's convention.
 
-        flash-attn aligns windows to the bottom-right corner of (q_len, k_len) and writes -1
-        for an open side (flash_attn_interface.py, `flash_attn_func`).
+        flash-attn aligns windows to the bottom-right corner of (q_len, k_len) and writes -1 for
+        an open side (flash_attn_interface.py, `flash_attn_func`). A side that reaches over all
+        keys is read differently by its kernels; `hybridcp.kernels.varlen` cuts such bands.
         """
         corner = self.k_len - self.q_len
         offset = self.k0 - self.q0
