@@ -7,10 +7,10 @@ are loaded when first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hybridcp.check import check
 from hybridcp.errors import HybridCPError
 from hybridcp.layout import Layout
 from hybridcp.masks import AttentionMask, Band, causal, documents, full, sliding_window
+from hybridcp.proof import check
 from hybridcp.schedule import Schedule
 
 if TYPE_CHECKING:

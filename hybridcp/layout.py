@@ -91,9 +91,7 @@ class Layout(BaseModel):
         product = f"{self.ulysses_degree} × {self.ring_degree} = {self.cp_degree}"
         message = f"ulysses_degree × ring_degree = {product}, but the group has {ranks} ranks"
         if ranks >= 1:
-            nearest = max(
-                (u for u in _divisors(ranks) if u <= self.ulysses_degree), default=1
-            )
+            nearest = max((u for u in _divisors(ranks) if u <= self.ulysses_degree), default=1)
             message += f"; ulysses_degree={nearest}, ring_degree={ranks // nearest} would fit"
         raise LayoutError(message)
 

@@ -18,6 +18,7 @@ Rows are queries, columns are keys, both numbered from 0.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import SupportsIndex
 
 from hybridcp.errors import MaskError
 
@@ -41,18 +42,22 @@ class Band:
 
     @property
     def q_len(self) -> int:
+        """Number of query rows."""
         return self.q1 - self.q0
 
     @property
     def k_len(self) -> int:
+        """Number of key columns."""
         return self.k1 - self.k0
 
     @property
     def has_lo(self) -> bool:
+        """Whether `lo` is a bound."""
         return self.lo > -UNBOUNDED
 
     @property
     def has_hi(self) -> bool:
+        """Whether `hi` is a bound."""
         return self.hi < UNBOUNDED
 
     @property
@@ -151,7 +156,8 @@ class AttentionMask:
         object.__setattr__(self, "bands", tuple(sorted(trimmed)))
         overlap = first_overlap(self.bands)
         if overlap is not None:
-            raise MaskError(f"bands of a mask must be disjoint, but {overlap[0]} meets {overlap[1]}")
+            first, second = overlap
+            raise MaskError(f"bands of a mask must be disjoint, but {first} meets {second}")
 
     def __and__(self, other: "AttentionMask") -> "AttentionMask":
         """The pairs allowed by both masks."""
@@ -215,9 +221,10 @@ def sliding_window(left: int, right: int) -> AttentionMask:
         MaskError: a side is below -1.
     """
     for name, side in (("left", left), ("right", right)):
-        if not isinstance(side, int) or side < -1:
+        if not _is_whole(side) or side < -1:
             raise MaskError(
-                f"sliding_window() {name} must be a whole number ≥ 0, or -1 for no limit, got {side!r}"
+                f"sliding_window() {name} must be a whole number ≥ 0, or -1 for no limit, "
+                f"got {side!r}"
             )
     lo = -left if left >= 0 else -UNBOUNDED
     hi = right if right >= 0 else UNBOUNDED
@@ -232,18 +239,23 @@ def documents(lengths: Sequence[int]) -> AttentionMask:
     `causal() & documents(lengths)`. Lengths are `diff(cu_seqlens)` of flash-attn.
 
     Raises:
-        MaskError: no lengths, or a length below 1.
+        MaskError: no lengths, or one that is no whole number ≥ 1.
     """
-    lengths = tuple(int(length) for length in lengths)
-    short = next((i for i, length in enumerate(lengths) if length < 1), None)
-    if not lengths or short is not None:
-        found = f"length {lengths[short]} at index {short}" if short is not None else "no lengths"
-        raise MaskError(f"documents() needs one length ≥ 1 for each document, got {found}")
+    lengths = tuple(lengths) if isinstance(lengths, Iterable) else (lengths,)
+    bad = next((i for i, n in enumerate(lengths) if not _is_whole(n) or n < 1), None)
+    if not lengths or bad is not None:
+        found = "no lengths" if bad is None else f"{lengths[bad]!r} at index {bad}"
+        raise MaskError(f"documents() needs a whole number ≥ 1 for each document, got {found}")
+    lengths = tuple(map(int, lengths))
     bands = tuple(
         Band(start, end, start, end) for start, end in pairwise((0, *accumulate(lengths)))
     )
     shown = ", ".join(map(str, lengths)) if len(lengths) <= 4 else f"{len(lengths)} documents"
     return AttentionMask(bands, lengths, f"documents({shown})")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
 
 
 def first_overlap(bands: Sequence[Band]) -> tuple[Band, Band] | None:

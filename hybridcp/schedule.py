@@ -1,4 +1,4 @@
-"""The schedule: for each ring position, which key/value block is present when, and what is computed.
+"""The schedule: for each ring position, which block is present when, and what is computed.
 
 Mask × sharding becomes an explicit list of steps, in local row numbers. Checking, pricing,
 drawing and running a layout all read these same steps.
@@ -60,6 +60,7 @@ class Schedule:
 
     @property
     def ring_degree(self) -> int:
+        """R, number of ring positions and of steps."""
         return self.sharding.ring_degree
 
     def forward_steps(self, ring_rank: int) -> tuple[Step, ...]:

@@ -65,6 +65,7 @@ class ShardedSequence(OpaqueBase):
 
     @property
     def mask(self) -> AttentionMask:
+        """The allowed (query, key) pairs."""
         return self.schedule.mask
 
     @cached_property

@@ -34,6 +34,7 @@ class TokenRange(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Number of tokens."""
         return self.stop - self.start
 
 
@@ -56,12 +57,16 @@ class Sharding:
 
     def __post_init__(self) -> None:
         for ranges in self.ring_ranges:
-            if any(a.stop >= b.start for a, b in pairwise(ranges)):
-                raise LayoutError(f"ranges of a ring position must ascend with gaps, got {ranges}")
+            ascend = all(a.stop < b.start for a, b in pairwise(ranges))
+            if not ascend or any(piece.size < 1 for piece in ranges):
+                shown = [tuple(piece) for piece in ranges]
+                raise LayoutError(
+                    f"ranges of a ring position must hold tokens and ascend with gaps, got {shown}"
+                )
         held = sorted(piece for ranges in self.ring_ranges for piece in ranges)
         edges = [TokenRange(0, 0), *held, TokenRange(self.seq_len, self.seq_len)]
         for before, after in pairwise(edges):
-            if before.stop != after.start or after.size < 0:
+            if before.stop != after.start:
                 raise LayoutError(
                     f"each of the {self.seq_len} tokens must be held exactly once, but "
                     f"{tuple(before)} is followed by {tuple(after)}"
@@ -69,6 +74,7 @@ class Sharding:
 
     @property
     def ring_degree(self) -> int:
+        """R, number of ring positions."""
         return len(self.ring_ranges)
 
     def ring_len(self, ring_rank: int) -> int:
@@ -128,8 +134,11 @@ def make_sharding(
     """The sharding of that name.
 
     Raises:
-        LayoutError: `seq_len` below 1, or a degree below 1.
+        LayoutError: an unknown name, `seq_len` below 1, or a degree below 1.
     """
+    make = {"contiguous": contiguous, "zigzag": zigzag}.get(name)
+    if make is None:
+        raise LayoutError(f"unknown sharding {name!r}; there are {', '.join(SHARDING_NAMES)}")
     for what, value in (
         ("seq_len", seq_len),
         ("ring_degree", ring_degree),
@@ -137,7 +146,6 @@ def make_sharding(
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise LayoutError(f"{what} must be a whole number ≥ 1, got {value!r}")
-    make = {"contiguous": contiguous, "zigzag": zigzag}[name]
     return make(seq_len, ring_degree, ulysses_degree)
 
 

@@ -57,7 +57,11 @@ def explain(problem: ValidationError, model: type[BaseModel]) -> str:
         problem: what pydantic raised.
         model: the model that was validated, for near-miss suggestions.
     """
-    first = problem.errors(include_url=False)[0]
+    # A misspelt key is also a missing one: name what was written, not what was meant.
+    faults = sorted(
+        problem.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden"
+    )
+    first = faults[0]
     location = first["loc"]
     path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in location).lstrip(".")
     if first["type"] == "extra_forbidden":

@@ -29,6 +29,7 @@ class HeadSplit:
 
     @property
     def heads_per_rank(self) -> int:
+        """Query heads of each rank, H/U."""
         return self.heads // self.layout.ulysses_degree
 
     @cached_property

@@ -101,6 +101,7 @@ class HybridAttention(nn.Module):
         return select_kernel(self.kernel, Request(q.device.type, q.dtype, q.size(-1)))
 
     def extra_repr(self) -> str:
+        """What `print(module)` shows."""
         layout = self.layout
         return (
             f"ulysses_degree={layout.ulysses_degree}, ring_degree={layout.ring_degree}, "

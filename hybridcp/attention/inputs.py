@@ -24,14 +24,12 @@ def check_sequence(seq: ShardedSequence, layout: Layout) -> None:
         )
     if seq.layout != layout:
         raise LayoutError(
-            f"the sequence was sharded by {seq.layout!r}, but the module runs {layout!r}; give both "
-            "the same layout"
+            f"the sequence was sharded by {seq.layout!r}, but the module runs {layout!r}; give "
+            "both the same layout"
         )
 
 
-def check_tensors(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq: ShardedSequence
-) -> None:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq: ShardedSequence) -> None:
     """Raise unless q (B, L, H, D), k and v (B, L, K, D) are this rank's shards of `seq`.
 
     Raises:

@@ -71,7 +71,7 @@ def scatter_seq_gather_heads_qkv(
     rank_lens: Sequence[int],
     ulysses: Communicator,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Undo `gather_seq_scatter_heads_qkv` for gradients; those of shared key/value heads are summed.
+    """Undo `gather_seq_scatter_heads_qkv`; gradients of shared key/value heads are summed.
 
     Args:
         dq_BShD: this rank's heads, all rows.

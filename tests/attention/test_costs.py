@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import hybridcp
 from hybridcp import HybridAttention, Layout, ShardedSequence, causal, full, sliding_window
 from hybridcp.distributed import Communicator, ContextParallelGroups
 from hybridcp.testing import run_threads
@@ -63,6 +64,31 @@ def test_bytes_sent_are_those_of_the_table(ulysses, ring, heads, kv_heads, dtype
     expected = (transposes, hops), (transposes, hops_back)
     arguments = (layout, seq_len, heads, kv_heads, dim, dtype)
     assert run_threads(_bytes, layout, *arguments) == [expected] * layout.cp_degree
+
+
+@pytest.mark.parametrize("seq_len", [64, 61, 7])
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "heads", "kv_heads"),
+    [(2, 3, 12, 12), (3, 2, 12, 4), (4, 2, 12, 3), (2, 4, 12, 3), (6, 1, 12, 2), (1, 6, 12, 1)],
+)
+def test_the_plan_says_what_the_busiest_rank_sends(ulysses, ring, heads, kv_heads, seq_len):
+    """Byte for byte, also where lengths and heads do not divide."""
+    layout = Layout(ulysses_degree=ulysses, ring_degree=ring)
+    result = hybridcp.plan(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=8,
+        ranks=layout.cp_degree,
+        seq_len=seq_len,
+        dtype="bf16",
+    )
+    planned = next(c for c in result.candidates if c.layout == layout).price.sent
+    arguments = (layout, seq_len, heads, kv_heads, 8, torch.bfloat16)
+    counted = run_threads(_bytes, layout, *arguments)
+    assert planned.all_to_all_forward == max(forward[0] for forward, _ in counted)
+    assert planned.ring_forward == max(forward[1] for forward, _ in counted)
+    assert planned.all_to_all_backward == max(backward[0] for _, backward in counted)
+    assert planned.ring_backward == max(backward[1] for _, backward in counted)
 
 
 def _peak_bytes(mask, seq_len, kernel):

@@ -77,9 +77,7 @@ def test_any_key_value_heads(degrees, kv_heads):
 def test_lengths_that_divide_by_nothing(seq_len, sharding):
     """Down to one token over eight ranks: most hold none, and all take part."""
     for ulysses_degree, ring_degree in ((2, 4), (4, 2), (1, 8), (8, 1)):
-        layout = Layout(
-            ulysses_degree=ulysses_degree, ring_degree=ring_degree, sharding=sharding
-        )
+        layout = Layout(ulysses_degree=ulysses_degree, ring_degree=ring_degree, sharding=sharding)
         cases = [Case(seq_len, mask, heads=8, kv_heads=2) for mask in (causal(), full())]
         check_all(cases, run_threads(run_cases_in_threads, layout, layout, cases))
 

@@ -133,7 +133,9 @@ def test_bf16_error_does_not_grow_with_the_ring():
 
 def _twice(groups, layout, case):
     first, second = (run_case(layout, groups, case) for _ in range(2))
-    return all(torch.equal(getattr(first, x), getattr(second, x)) for x in ("out", "dq", "dk", "dv"))
+    return all(
+        torch.equal(getattr(first, x), getattr(second, x)) for x in ("out", "dq", "dk", "dv")
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

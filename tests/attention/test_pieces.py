@@ -36,7 +36,9 @@ def test_head_split_serves_every_query_head_its_own_key_head(heads, kv_heads, de
         # A grouped-query kernel gives query head i the key head i // (queries / key heads).
         each = len(queries) // len(local)
         assert each * len(local) == len(queries)
-        assert [keys[local[i // each]] for i in range(len(queries))] == [h // group for h in queries]
+        assert [keys[local[i // each]] for i in range(len(queries))] == [
+            h // group for h in queries
+        ]
 
 
 def _attention(q, k, v):

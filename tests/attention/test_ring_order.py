@@ -1,4 +1,4 @@
-"""The order of events in the ring: every hop is posted before the step computes, waited on after."""
+"""Every hop of the ring is posted before the step computes, and waited on after."""
 
 import torch
 
@@ -48,9 +48,7 @@ class RecordingKernel(ReferenceKernel):
 
 def _setup():
     log = []
-    schedule = Schedule(
-        Layout(ulysses_degree=1, ring_degree=RING).shard(RING * ROWS), causal()
-    )
+    schedule = Schedule(Layout(ulysses_degree=1, ring_degree=RING).shard(RING * ROWS), causal())
     attention = BlockAttention(RecordingKernel(log), 1.0, None)
     torch.manual_seed(0)
     q, kv = torch.randn(1, ROWS, 2, 4), torch.randn(2, 1, ROWS, 2, 4)
@@ -67,9 +65,7 @@ def test_forward_hops_are_in_flight_while_computing():
 def test_backward_saves_a_hop_and_gradients_travel_under_the_next_step():
     log, schedule, attention, q, kv = _setup()
     block_lens, ring = [ROWS] * RING, RecordingRing(log)
-    out, lse, last = ring_forward(
-        q, kv, schedule.forward_steps(RANK), block_lens, ring, attention
-    )
+    out, lse, last = ring_forward(q, kv, schedule.forward_steps(RANK), block_lens, ring, attention)
     log.clear()
     ring_backward(
         torch.randn_like(out),

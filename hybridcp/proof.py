@@ -66,11 +66,21 @@ def _check_transfers(
 ) -> None:
     """Follow each block: what a position holds is what its neighbour sent one step before."""
     degree = len(steps)
+    for r in range(degree):
+        if len(steps[r]) != degree:
+            raise ScheduleError(
+                f"{name}, ring position {r}: {len(steps[r])} steps in a ring of {degree}"
+            )
     present = [first_owner(r) for r in range(degree)]
     for t in range(degree):
         for r in range(degree):
             step = steps[r][t]
             here = f"{name} step {t}, ring position {r}"
+            for peer in (step.send_to, step.receive_from):
+                if peer is not None and (peer == r or not 0 <= peer < degree):
+                    raise ScheduleError(f"{here}: {peer} is no other position of the ring")
+            if t == degree - 1 and (step.send_to is not None or step.receive_from is not None):
+                raise ScheduleError(f"{here}: moves a block that no step is left to use")
             if step.kv_owner != present[r]:
                 raise ScheduleError(
                     f"{here}: computes the block of {step.kv_owner}, but holds that of {present[r]}"

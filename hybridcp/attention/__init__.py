@@ -1,0 +1,1 @@
+"""The executor: Ulysses transposes around a ring of blockwise attention."""

@@ -1,0 +1,294 @@
+"""The proof accepts every schedule that hybridcp makes, and bites whatever is changed in one."""
+
+import time
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from hybridcp.errors import ScheduleError
+from hybridcp.layout import Layout
+from hybridcp.masks import Band, causal, documents, full, sliding_window
+from hybridcp.proof import check
+from hybridcp.schedule import Schedule
+
+N, RING = 48, 4
+
+
+def make(mask=None, sharding="zigzag", ring=RING, n=N):
+    layout = Layout(ulysses_degree=2, ring_degree=ring, sharding=sharding)
+    return Schedule(layout.shard(n), causal() if mask is None else mask)
+
+
+class Changed(Schedule):
+    """A schedule of which one part is wrong.
+
+    `bands(ring_rank, {owner: bands})` and `steps(name, ring_rank, steps)` return what to put in
+    place of the right ones.
+    """
+
+    def __init__(self, schedule, bands=None, steps=None):
+        super().__init__(schedule.sharding, schedule.mask)
+        self._change_bands = bands
+        self._change_steps = steps
+
+    def bands_between(self, ring_rank):
+        found = super().bands_between(ring_rank)
+        return self._change_bands(ring_rank, dict(found)) if self._change_bands else found
+
+    def forward_steps(self, ring_rank):
+        return self._changed("forward", ring_rank, super().forward_steps(ring_rank))
+
+    def backward_steps(self, ring_rank):
+        return self._changed("backward", ring_rank, super().backward_steps(ring_rank))
+
+    def _changed(self, name, ring_rank, steps):
+        if self._change_steps is None:
+            return steps
+        return tuple(self._change_steps(name, ring_rank, list(steps)))
+
+
+def refused(message, schedule=None, **change):
+    with pytest.raises(ScheduleError, match=message):
+        check(Changed(schedule or make(), **change))
+
+
+MASKS = {
+    "full": full(),
+    "causal": causal(),
+    "window": sliding_window(5, 0),
+    "two-sided": sliding_window(2, 9),
+    "documents": causal() & documents([20, 1, 27]),
+}
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", MASKS)
+def test_accepts_every_schedule_of_ours(name, sharding):
+    for ring in (1, 2, 3, 4, 7):
+        report = check(make(MASKS[name], sharding, ring))
+        assert report.pairs == MASKS[name].pairs(N, N)
+        assert report.hops == ring * (ring - 1)
+        assert report.busiest_share >= 1
+
+
+def test_accepts_odd_lengths():
+    for n, ring, sharding in product((1, 2, 3, 5, 13), (1, 2, 3, 4), ("contiguous", "zigzag")):
+        assert check(make(None, sharding, ring, n)).pairs == n * (n + 1) // 2
+
+
+def test_reports_how_uneven_the_work_is():
+    assert check(make(causal())).busiest_share == 1.0
+    contiguous = check(make(causal(), "contiguous"))
+    # The last quarter of 48 rows has 37 + … + 48 pairs of 1176.
+    assert contiguous.busiest_share == pytest.approx(sum(range(37, 49)) * 4 / 1176)
+    assert check(make(causal())).bands == RING * RING
+
+
+def test_an_unchanged_copy_passes():
+    assert check(Changed(make())) == check(make())
+
+
+# What is computed.
+
+
+def on_rank(rank, change):
+    def changed(ring_rank, found):
+        return change(found) if ring_rank == rank else found
+
+    return changed
+
+
+@pytest.mark.parametrize("rank", range(RING))
+@pytest.mark.parametrize("owner", range(RING))
+def test_bites_a_dropped_band(rank, owner):
+    refused(
+        "pairs are computed, but the mask allows", bands=on_rank(rank, lambda f: f | {owner: ()})
+    )
+
+
+def edited(owner, edit):
+    """Replace the first band of an owner by others."""
+    return lambda found: found | {owner: (*edit(found[owner][0]), *found[owner][1:])}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda b: [b, b], "compute a pair twice"),
+        (lambda b: [replace(b, hi=b.hi + 1)], "leaves the mask"),
+        (lambda b: [replace(b, hi=b.hi - 1)], "pairs are computed"),
+        (lambda b: [replace(b, lo=b.hi - 2)], "pairs are computed"),
+        (lambda b: [replace(b, q1=b.q1 - 1)], "pairs are computed"),
+        (lambda b: [replace(b, k0=b.k0 + 1)], "pairs are computed"),
+        (lambda b: [b.shifted(1, 1)], "reaches rows|leaves the mask"),
+        (lambda b: [replace(b, q1=b.q1 + 3)], "reaches rows"),
+        (lambda b: [replace(b, k1=b.k1 + 3, hi=b.hi + 3)], "reaches rows|leaves the mask"),
+        (lambda b: [b, Band(0, 1, 11, 12)], "leaves the mask"),
+    ],
+    ids=[
+        "twice",
+        "window+1",
+        "window-1",
+        "window-cut",
+        "row-lost",
+        "key-lost",
+        "shifted",
+        "rows-not-held",
+        "keys-not-held",
+        "one-pair-more",
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_bites_a_changed_band(rank, edit, message):
+    refused(message, bands=on_rank(rank, edited(rank, edit)))
+
+
+def test_bites_bands_of_another_position():
+    def rotated(found):
+        return {owner: found[(owner + 1) % RING] for owner in range(RING)}
+
+    refused("leaves the mask|pairs are computed", bands=on_rank(1, rotated))
+
+
+def test_bites_a_pair_moved_from_one_position_to_another():
+    """The total is right: one pair is computed twice and one not at all."""
+    schedule = make(full(), "contiguous")
+
+    def changed(ring_rank, found):
+        if ring_rank == 0:
+            return found | {1: (Band(0, 11, 0, 12), Band(11, 12, 0, 11))}
+        if ring_rank == 1:
+            return found | {1: (Band(0, 12, 0, 12), Band(11, 12, 11, 12))}
+        return found
+
+    refused("compute a pair twice", schedule, bands=changed)
+
+
+# Where blocks are, and who sends.
+
+
+def on_step(name, rank, step, **changes):
+    def changed(pass_name, ring_rank, steps):
+        if (pass_name, ring_rank) == (name, rank):
+            steps[step] = replace(steps[step], **changes)
+        return steps
+
+    return changed
+
+
+PASSES = ["forward", "backward"]
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("rank", range(RING))
+@pytest.mark.parametrize("step", range(RING))
+def test_bites_a_wrong_owner(name, rank, step):
+    schedule = make()
+    right = getattr(schedule, f"{name}_steps")(rank)[step].kv_owner
+    change = on_step(name, rank, step, kv_owner=(right + 1) % RING)
+    refused("computes the block of|visits the blocks", schedule, steps=change)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("rank", range(RING))
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda s: {"send_to": (s.send_to + 1) % RING}, "does not (receive|send to) it|no other"),
+        (lambda s: {"send_to": None}, "which does not send to it"),
+        (lambda s: {"receive_from": None}, "which does not receive it"),
+        (
+            lambda s: {"receive_from": (s.receive_from + 1) % RING},
+            "does not (receive|send to) it|no other",
+        ),
+    ],
+    ids=["wrong-peer", "no-send", "no-receive", "wrong-source"],
+)
+def test_bites_a_send_without_its_receive(name, rank, wrong, message):
+    schedule = make()
+    step = getattr(schedule, f"{name}_steps")(rank)[1]
+    refused(message, schedule, steps=on_step(name, rank, 1, **wrong(step)))
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("pair", [(0, 1), (1, 2), (2, 3), (0, 3)])
+def test_bites_swapped_steps(name, pair):
+    def changed(pass_name, ring_rank, steps):
+        if (pass_name, ring_rank) == (name, 1):
+            a, b = pair
+            steps[a], steps[b] = steps[b], steps[a]
+        return steps
+
+    refused("computes the block of|does not (receive|send)", steps=changed)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_bites_a_hop_that_nobody_makes(name):
+    hop = RING - 2 if name == "forward" else RING - 3
+
+    def changed(pass_name, _, steps):
+        if pass_name == name:
+            steps[hop] = replace(steps[hop], send_to=None, receive_from=None)
+        return steps
+
+    refused(f"{name} step {hop + 1}, .*computes the block of", steps=changed)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_bites_a_ring_that_turns_the_other_way(name):
+    def changed(pass_name, _, steps):
+        if pass_name == name:
+            return [replace(s, send_to=s.receive_from, receive_from=s.send_to) for s in steps]
+        return steps
+
+    refused(f"{name} step 1, .*computes the block of", steps=changed)
+
+
+def test_bites_a_backward_that_computes_other_bands():
+    refused(
+        "forward and backward compute different bands",
+        steps=on_step("backward", 2, 1, bands=()),
+    )
+
+
+def test_bites_a_block_that_is_visited_twice():
+    """Without transfers a position holds its own block: consistent, and useless."""
+
+    def changed(pass_name, ring_rank, steps):
+        if pass_name == "backward":
+            return steps
+        return [replace(s, kv_owner=ring_rank, send_to=None, receive_from=None) for s in steps]
+
+    refused("visits the blocks", steps=changed)
+
+
+def test_a_million_tokens_on_256_ranks_are_proved_while_you_wait():
+    layout = Layout(ulysses_degree=8, ring_degree=32)
+    started = time.perf_counter()
+    report = check(Schedule(layout.shard(1 << 20), causal()))
+    assert time.perf_counter() - started < 2
+    assert report.pairs == (1 << 20) * ((1 << 20) + 1) // 2
+    assert (report.bands, report.hops, report.busiest_share) == (32 * 32, 32 * 31, 1.0)
+
+
+@pytest.mark.parametrize("peer", [RING, -1, 0])
+@pytest.mark.parametrize("side", ["send_to", "receive_from"])
+def test_bites_a_peer_that_is_no_other_position(side, peer):
+    refused("no other position", steps=on_step("forward", 0, 0, **{side: peer}))
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_bites_a_missing_step(name):
+    def changed(pass_name, ring_rank, steps):
+        return steps[:-1] if (pass_name, ring_rank) == (name, 1) else steps
+
+    refused(f"{RING - 1} steps in a ring of {RING}", steps=changed)
+
+
+def test_bites_a_hop_that_nothing_uses():
+    def changed(pass_name, ring_rank, steps):
+        hop = {"send_to": steps[0].send_to, "receive_from": steps[0].receive_from}
+        return [*steps[:-1], replace(steps[-1], **hop)] if pass_name == "forward" else steps
+
+    refused("no step is left to use", steps=changed)
