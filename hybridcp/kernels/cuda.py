@@ -1,14 +1,14 @@
 """The CUDA kernel that needs nothing installed: torch's own flash operators."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from hybridcp.kernels.protocol import Partial, PartialGradients, Request
-from hybridcp.kernels.varlen import Varlen, flash_backward, flash_forward, flash_refusal
-from hybridcp.masks import Band
+from hybridcp.kernels.flash_kernel import FlashKernel
+from hybridcp.kernels.protocol import Request
+from hybridcp.kernels.varlen import Varlen, flash_refusal
 
 
 def _aten_forward(*args: Any, **kwargs: Any) -> Any:
@@ -19,7 +19,15 @@ def _aten_backward(*args: Any, **kwargs: Any) -> Any:
     return torch.ops.aten._flash_attention_backward(*args, **kwargs)
 
 
-class CudaKernel:
+def cuda_kernel(
+    forward_op: Callable[..., Any] = _aten_forward,
+    backward_op: Callable[..., Any] = _aten_backward,
+) -> FlashKernel:
+    """Torch's own flash operators as a kernel; see `CudaBackend`."""
+    return FlashKernel(CudaBackend(forward_op, backward_op))
+
+
+class CudaBackend:
     """`aten::_flash_attention_forward` and `_backward`; float16 and bfloat16, deterministic.
 
     Args:
@@ -29,11 +37,7 @@ class CudaKernel:
 
     name = "cuda"
 
-    def __init__(
-        self,
-        forward_op: Callable[..., Any] = _aten_forward,
-        backward_op: Callable[..., Any] = _aten_backward,
-    ) -> None:
+    def __init__(self, forward_op: Callable[..., Any], backward_op: Callable[..., Any]) -> None:
         self._forward_op = forward_op
         self._backward_op = backward_op
 
@@ -48,31 +52,6 @@ class CudaKernel:
         if refusal is None and not torch.backends.cuda.is_flash_attention_available():
             return f"torch {torch.__version__} was built without flash attention"
         return refusal
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bands: Sequence[Band],
-        softmax_scale: float,
-    ) -> Iterator[Partial]:
-        """See `AttentionKernel.forward`."""
-        return flash_forward(self, q, k, v, bands, softmax_scale)
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        bands: Sequence[Band],
-        softmax_scale: float,
-    ) -> Iterator[PartialGradients]:
-        """See `AttentionKernel.backward`."""
-        return flash_backward(self, dout, q, k, v, out, lse, bands, softmax_scale)
 
     def call_forward(
         self,

@@ -1,16 +1,16 @@
 """The flash-attn 2 package as a kernel; imported only when asked for."""
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybridcp.errors import KernelError
-from hybridcp.kernels.protocol import Partial, PartialGradients, Request
-from hybridcp.kernels.varlen import Varlen, flash_backward, flash_forward, flash_refusal
-from hybridcp.masks import Band
+from hybridcp.kernels.flash_kernel import FlashKernel
+from hybridcp.kernels.protocol import Request
+from hybridcp.kernels.varlen import Varlen, flash_refusal
 
 _INSTALL = "pip install flash-attn --no-build-isolation"
 
@@ -48,7 +48,12 @@ def _is_supported(version: str) -> bool:
     return major == "2" and minor.isdecimal() and int(minor) >= 8
 
 
-class FlashAttnKernel:
+def flash_attn_kernel(load: Callable[[], FlashAttnPackage] = load_package) -> FlashKernel:
+    """The flash-attn 2 package as a kernel; see `FlashAttnBackend`."""
+    return FlashKernel(FlashAttnBackend(load))
+
+
+class FlashAttnBackend:
     """flash-attn 2.8: float16 and bfloat16 on Ampere or newer, deterministic backward.
 
     Args:
@@ -57,7 +62,7 @@ class FlashAttnKernel:
 
     name = "flash_attn"
 
-    def __init__(self, load: Callable[[], FlashAttnPackage] = load_package) -> None:
+    def __init__(self, load: Callable[[], FlashAttnPackage]) -> None:
         self._load = load
 
     @property
@@ -75,31 +80,6 @@ class FlashAttnKernel:
         except KernelError as error:
             return str(error)
         return None
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bands: Sequence[Band],
-        softmax_scale: float,
-    ) -> Iterator[Partial]:
-        """See `AttentionKernel.forward`."""
-        return flash_forward(self, q, k, v, bands, softmax_scale)
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        bands: Sequence[Band],
-        softmax_scale: float,
-    ) -> Iterator[PartialGradients]:
-        """See `AttentionKernel.backward`."""
-        return flash_backward(self, dout, q, k, v, out, lse, bands, softmax_scale)
 
     def call_forward(
         self,

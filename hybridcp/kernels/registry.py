@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from hybridcp.errors import KernelError
 from hybridcp.kernels.cpu import CpuKernel
-from hybridcp.kernels.cuda import CudaKernel
-from hybridcp.kernels.flash_attn import FlashAttnKernel
+from hybridcp.kernels.cuda import cuda_kernel
+from hybridcp.kernels.flash_attn import flash_attn_kernel
 from hybridcp.kernels.protocol import AttentionKernel, Request
 from hybridcp.kernels.reference import ReferenceKernel
 
@@ -75,9 +75,9 @@ def _select_named(name: str, request: Request) -> Selection:
 def _build(name: str) -> AttentionKernel:
     match name:
         case "flash_attn":
-            return FlashAttnKernel()
+            return flash_attn_kernel()
         case "cuda":
-            return CudaKernel()
+            return cuda_kernel()
         case "cpu":
             return CpuKernel()
         case _:

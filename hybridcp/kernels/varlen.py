@@ -38,8 +38,15 @@ class FlashBackend(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """The kernel name that selects it."""
+
+    @property
     def label(self) -> str:
         """The library and its version, for messages."""
+
+    def refusal(self, request: Request) -> str | None:
+        """Why it cannot serve the request here, or None if it can."""
 
     def call_forward(
         self,

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from hybridcp.kernels.cuda import CudaKernel
-from hybridcp.kernels.flash_attn import FlashAttnKernel
+from hybridcp.kernels.cuda import cuda_kernel
+from hybridcp.kernels.flash_attn import flash_attn_kernel
 from hybridcp.kernels.protocol import AttentionKernel, Partial, PartialGradients, Request, Rows
 from hybridcp.kernels.reference import ReferenceKernel
 from hybridcp.masks import Band, causal, documents, sliding_window
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-KERNELS: list[AttentionKernel] = [CudaKernel(), FlashAttnKernel(), ReferenceKernel()]
+KERNELS: list[AttentionKernel] = [cuda_kernel(), flash_attn_kernel(), ReferenceKernel()]
 
 
 class OnGpu:

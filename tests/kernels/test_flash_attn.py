@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from hybridcp.errors import KernelError
-from hybridcp.kernels.cuda import CudaKernel
-from hybridcp.kernels.flash_attn import FlashAttnKernel, FlashAttnPackage, load_package
+from hybridcp.kernels.cuda import cuda_kernel
+from hybridcp.kernels.flash_attn import FlashAttnPackage, flash_attn_kernel, load_package
 from hybridcp.kernels.protocol import Request
 from hybridcp.masks import Band, causal, documents
 from tests.kernels import flash_attn_stand_in
@@ -32,7 +32,7 @@ def test_a_missing_package_is_a_refusal_with_the_command(
     monkeypatch: pytest.MonkeyPatch, a_gpu: None
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    refusal = FlashAttnKernel().refusal(SERVED)
+    refusal = flash_attn_kernel().refusal(SERVED)
     assert refusal is not None
     assert "not installed" in refusal
     assert "pip install flash-attn" in refusal
@@ -42,13 +42,13 @@ def test_a_package_that_does_not_import_is_a_refusal_with_the_reason(a_gpu: None
     def load() -> FlashAttnPackage:
         raise KernelError("flash-attn does not import: undefined symbol")
 
-    assert "undefined symbol" in str(FlashAttnKernel(load).refusal(SERVED))
+    assert "undefined symbol" in str(flash_attn_kernel(load).refusal(SERVED))
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.8.3", "2.8.3.post2", "2.10.1"])
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch, a_gpu: None, version: str) -> None:
     install(monkeypatch, version)
-    assert FlashAttnKernel().refusal(SERVED) is None
+    assert flash_attn_kernel().refusal(SERVED) is None
     assert load_package().version == version
 
 
@@ -57,10 +57,10 @@ def test_other_versions_are_refused(
     monkeypatch: pytest.MonkeyPatch, a_gpu: None, version: str
 ) -> None:
     install(monkeypatch, version)
-    assert version in str(FlashAttnKernel().refusal(SERVED))
+    assert version in str(flash_attn_kernel().refusal(SERVED))
 
 
-@pytest.mark.parametrize("kernel", [FlashAttnKernel(), CudaKernel()], ids=["flash_attn", "cuda"])
+@pytest.mark.parametrize("kernel", [flash_attn_kernel(), cuda_kernel()], ids=["flash_attn", "cuda"])
 @pytest.mark.parametrize(
     ("request_", "word"),
     [
@@ -76,7 +76,7 @@ def test_refusals_name_the_value(kernel, request_: Request, word: str) -> None:
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, a_gpu: None) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert "7.5" in str(CudaKernel().refusal(SERVED))
+    assert "7.5" in str(cuda_kernel().refusal(SERVED))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_unknown_log_sum_exp_names_the_version(change, lengths: list[int]) ->
         _flash_attn_forward=changed(flash_attn_stand_in._flash_attn_forward),
         _flash_attn_varlen_forward=changed(flash_attn_stand_in._flash_attn_varlen_forward),
     )
-    kernel = FlashAttnKernel(lambda: FlashAttnPackage("2.8.3", interface))
+    kernel = flash_attn_kernel(lambda: FlashAttnPackage("2.8.3", interface))
     bands = (documents(lengths) & causal()).bands_for(16, 16)
     case = make_case(bands, 16, 16, dtype=torch.bfloat16)
     with pytest.raises(KernelError, match=r"flash-attn 2\.8\.3"):
@@ -109,4 +109,4 @@ def test_more_rows_than_int32_counts_are_refused() -> None:
     q = torch.empty(1, rows, 1, 8, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, 4, 1, 8, dtype=torch.bfloat16, device="meta")
     with pytest.raises(KernelError, match="int32"):
-        list(CudaKernel().forward(q, k, k, [Band(0, rows, 0, 4)], 1.0))
+        list(cuda_kernel().forward(q, k, k, [Band(0, rows, 0, 4)], 1.0))

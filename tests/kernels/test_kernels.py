@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridcp.kernels.cpu import CpuKernel
-from hybridcp.kernels.cuda import CudaKernel
-from hybridcp.kernels.flash_attn import FlashAttnKernel, FlashAttnPackage
+from hybridcp.kernels.cuda import cuda_kernel
+from hybridcp.kernels.flash_attn import FlashAttnPackage, flash_attn_kernel
 from hybridcp.kernels.protocol import AttentionKernel, Partial
 from hybridcp.kernels.reference import ReferenceKernel
 from hybridcp.masks import UNBOUNDED, AttentionMask, Band, causal, documents, full, sliding_window
@@ -22,10 +22,10 @@ from tests.kernels.contract import check_kernel, check_pieces, check_rounding, q
 KERNELS: dict[str, AttentionKernel] = {
     "reference": ReferenceKernel(),
     "cpu": CpuKernel(),
-    "cuda": CudaKernel(
+    "cuda": cuda_kernel(
         torch_flash_stand_in.flash_attention_forward, torch_flash_stand_in.flash_attention_backward
     ),
-    "flash_attn": FlashAttnKernel(lambda: FlashAttnPackage("2.8.3", flash_attn_stand_in)),
+    "flash_attn": flash_attn_kernel(lambda: FlashAttnPackage("2.8.3", flash_attn_stand_in)),
 }
 EVERY_DTYPE = ("reference", "cpu")
 SERVED = [
@@ -249,7 +249,7 @@ def test_the_stand_in_has_the_arguments_of_torchs_operator(stand_in, operator: s
 
 @pytest.mark.parametrize("mask", ["full", "causal", "documents", "documents-window"])
 def test_torchs_own_operators_take_the_calls_of_the_cuda_kernel(mask: str) -> None:
-    kernel = CudaKernel()
+    kernel = cuda_kernel()
     bands = MASKS[mask].bands_for(64, 64)
     q = torch.empty(2, 64, 4, 33, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 64, 2, 33, dtype=torch.bfloat16, device="meta")
