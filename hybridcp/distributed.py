@@ -162,6 +162,7 @@ def init_mesh(
             )
         cp_mesh = mesh["cp"]
         layout.check_ranks(cp_mesh.size())
+        _check_same_layout(layout, cp_mesh.get_group())
         # Private in torch 2.13, and the only way to split an axis of an existing mesh.
         return cp_mesh._unflatten(0, sizes, names)
     if device_type is None:
@@ -173,6 +174,9 @@ def init_mesh(
     if device_type == "cuda":
         # NCCL binds a group to the current device: choose it before the first group exists.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group()
+    _check_same_layout(layout, dist.group.WORLD)
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
@@ -212,6 +216,25 @@ def resolve_groups(
                 f'its "{axis}" axis; make the mesh with hybridcp.init_mesh(layout)'
             )
     return groups
+
+
+def mesh_device(mesh: DeviceMesh | ContextParallelGroups) -> torch.device:
+    """Where this rank's tensors live: its GPU on a CUDA mesh, else the CPU."""
+    if isinstance(mesh, DeviceMesh) and mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _check_same_layout(layout: Layout, group: dist.ProcessGroup | None) -> None:
+    """Ranks that create different groups would wait for each other for ever."""
+    layouts: list[Layout | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(layouts, layout, group=group)
+    for rank, other in enumerate(layouts):
+        if other != layouts[0]:
+            raise LayoutError(
+                f"all ranks must have one layout, but rank 0 of the group has {layouts[0]!r} and "
+                f"rank {rank} has {other!r}; save it once and load the same file everywhere"
+            )
 
 
 def _axes(layout: Layout) -> tuple[tuple[str, str], tuple[int, int]]:

@@ -49,6 +49,9 @@ class Schedule:
         sharding: who holds which tokens.
         mask: allowed pairs.
 
+    Attributes:
+        bands: the mask's bands in global positions, cut to the sequence.
+
     Raises:
         MaskError: the mask does not fit the sequence length.
     """
@@ -56,7 +59,7 @@ class Schedule:
     def __init__(self, sharding: Sharding, mask: AttentionMask) -> None:
         self.sharding = sharding
         self.mask = mask
-        self._bands = mask.bands_for(sharding.seq_len, sharding.seq_len)
+        self.bands = mask.bands_for(sharding.seq_len, sharding.seq_len)
 
     @property
     def ring_degree(self) -> int:
@@ -119,7 +122,7 @@ class Schedule:
 
     @cached_property
     def _mask_index(self) -> "_RowIndex":
-        return _RowIndex(self._bands)
+        return _RowIndex(self.bands)
 
     @cached_property
     def _key_index(self) -> "_KeyIndex":

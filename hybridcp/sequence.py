@@ -4,13 +4,17 @@ Ties a layout, a mesh, a length and a mask together: which tokens this rank hold
 indices and positions, its steps of the schedule, and how to cut and restore tensors and batches.
 """
 
+import hashlib
+from array import array
+from dataclasses import astuple
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch._opaque_base import OpaqueBase
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridcp.distributed import ContextParallelGroups, resolve_groups
+from hybridcp.distributed import ContextParallelGroups, mesh_device, resolve_groups
 from hybridcp.errors import InputError
 from hybridcp.layout import Layout
 from hybridcp.masks import AttentionMask, causal
@@ -49,6 +53,7 @@ class ShardedSequence(OpaqueBase):
         self.layout = layout
         self.mesh = mesh
         self.groups = resolve_groups(layout, mesh)
+        self.device = mesh_device(mesh)
         self.schedule = Schedule(layout.shard(seq_len), mask if mask is not None else causal())
 
     def __repr__(self) -> str:
@@ -67,6 +72,14 @@ class ShardedSequence(OpaqueBase):
     def mask(self) -> AttentionMask:
         """The allowed (query, key) pairs."""
         return self.schedule.mask
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Short digest of length, layout and mask: equal on all ranks that share a sequence."""
+        edges = chain.from_iterable(astuple(band) for band in self.schedule.bands)
+        digest = hashlib.sha256(array("q", edges).tobytes())
+        digest.update(repr((self.seq_len, self.layout)).encode())
+        return digest.hexdigest()[:12]
 
     @cached_property
     def rank_lens(self) -> tuple[int, ...]:
@@ -103,7 +116,7 @@ class ShardedSequence(OpaqueBase):
     def indices(self) -> torch.Tensor:
         """(local_len,) int64: the global index of each local token, ascending."""
         ranges = self._ranges(self.groups.ring.rank, self.groups.ulysses.rank)
-        return torch.cat([torch.arange(a, b) for a, b in ranges]).to(self._device)
+        return torch.cat([torch.arange(a, b) for a, b in ranges]).to(self.device)
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
@@ -111,7 +124,7 @@ class ShardedSequence(OpaqueBase):
         lengths = self.mask.document_lengths
         if lengths is None:
             return self.indices
-        starts = torch.tensor((0, *lengths[:-1]), device=self._device).cumsum(0)
+        starts = torch.tensor((0, *lengths[:-1]), device=self.device).cumsum(0)
         document = torch.searchsorted(starts, self.indices, right=True) - 1
         return self.indices - starts[document]
 
@@ -226,9 +239,3 @@ class ShardedSequence(OpaqueBase):
                 f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.size(dim)} entries, but "
                 f"{name} is {size}"
             )
-
-    @property
-    def _device(self) -> torch.device:
-        if isinstance(self.mesh, DeviceMesh) and self.mesh.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")

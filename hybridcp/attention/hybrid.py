@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hybridcp.attention.agreement import Agreement, CheckAgreement
 from hybridcp.attention.inputs import check_sequence, check_softmax_scale, check_tensors
 from hybridcp.attention.operators import heads_to_sequence, qkv_to_heads, ring_attention
-from hybridcp.distributed import ContextParallelGroups, resolve_groups
-from hybridcp.errors import LayoutError
+from hybridcp.distributed import ContextParallelGroups, mesh_device, resolve_groups
+from hybridcp.errors import HybridCPError, LayoutError
 from hybridcp.kernels.protocol import Request
 from hybridcp.kernels.registry import Selection, check_kernel_name, select_kernel
 from hybridcp.layout import Layout
@@ -34,10 +35,14 @@ class HybridAttention(nn.Module):
         mesh: from `hybridcp.init_mesh(layout)`.
         kernel: "auto", or the name of an attention kernel ("flash_attn", "cuda", "cpu",
             "reference").
+        check_agreement: whether ranks compare what they are about to do, so that a call that
+            differs on one rank is the same error on all: at the "first" call of each kind
+            (sizes, dtype, mask, options), "always", or "never". Compiled calls do not ask.
 
     Raises:
         LayoutError: the mesh does not fit the layout.
         KernelError: no kernel has that name.
+        InputError: an unknown `check_agreement`.
     """
 
     def __init__(
@@ -46,12 +51,14 @@ class HybridAttention(nn.Module):
         mesh: DeviceMesh | ContextParallelGroups,
         *,
         kernel: str = "auto",
+        check_agreement: CheckAgreement = "first",
     ) -> None:
         super().__init__()
         check_kernel_name(kernel)
         self.layout = layout
         self.kernel = kernel
         self.groups = resolve_groups(layout, mesh)
+        self._agreement = Agreement(layout, self.groups, mesh_device(mesh), check_agreement)
         self._ulysses_degree = layout.ulysses_degree
 
     def forward(
@@ -81,7 +88,7 @@ class HybridAttention(nn.Module):
             KernelError: no kernel supports this dtype, device and head_dim.
         """
         if not torch.compiler.is_compiling():
-            self._check(q, k, v, seq, softmax_scale)
+            self._admit(q, k, v, seq, softmax_scale)
         heads, kv_heads = q.size(2), k.size(2)
         scale = q.size(-1) ** -0.5 if softmax_scale is None else float(softmax_scale)
         if self._ulysses_degree == 1:
@@ -107,6 +114,38 @@ class HybridAttention(nn.Module):
             f"ulysses_degree={layout.ulysses_degree}, ring_degree={layout.ring_degree}, "
             f"order={layout.order}, sharding={layout.sharding}, kernel={self.kernel}"
         )
+
+    def _admit(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        seq: ShardedSequence,
+        softmax_scale: float | None,
+    ) -> None:
+        """Raise unless this rank can make the call, and all ranks make the same."""
+        try:
+            self._check(q, k, v, seq, softmax_scale)
+        except HybridCPError as problem:
+            self._agreement.refuse(problem)
+        gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        call = (q.shape, k.shape, v.shape, q.dtype, softmax_scale, seq.fingerprint, gradient)
+        if self._agreement.covers(call):
+            return
+        facts = {
+            "batch": q.size(0),
+            "heads": q.size(2),
+            "kv_heads": k.size(2),
+            "head_dim": q.size(3),
+            "dtype": q.dtype,
+            "softmax_scale": softmax_scale,
+            "seq_len": seq.seq_len,
+            "mask": f"{seq.fingerprint} {seq.mask}",
+            "layout": self.layout.model_dump_json(),
+            "kernel": self.kernel,
+            "need of a gradient": gradient,
+        }
+        self._agreement.confirm(call, {name: str(fact) for name, fact in facts.items()})
 
     def _check(
         self,

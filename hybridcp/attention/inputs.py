@@ -37,6 +37,9 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq: Sharde
         LayoutError: heads that the layout cannot split.
     """
     tensors = {"q": q, "k": k, "v": v}
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise InputError(f"{name} must be a tensor, got {type(x).__name__}")
     shapes = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items())
     for name, x in tensors.items():
         if isinstance(x, DTensor):

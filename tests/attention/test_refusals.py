@@ -1,4 +1,4 @@
-"""Wrong shapes, dtypes, heads, meshes and sequences: refused on every rank, before any message."""
+"""Wrong shapes, dtypes, heads, meshes and sequences: refused on every rank, before any is sent."""
 
 import pytest
 import torch
@@ -13,14 +13,17 @@ from hybridcp.testing import run_threads
 LAYOUT = Layout(ulysses_degree=2, ring_degree=2)
 
 
-class Silent:
-    """A communicator that fails the test if anything is sent."""
+class Silent(Communicator):
+    """A communicator that lets ranks agree, and fails the test if any tensor is sent."""
 
     def __init__(self, inner):
-        self.group, self.rank, self.size = inner.group, inner.rank, inner.size
+        super().__init__(inner.group)
 
-    def __getattr__(self, name):
-        raise AssertionError(f"{name} was reached")
+    def all_to_all(self, *_):
+        raise AssertionError("a tensor was sent")
+
+    def exchange(self, **_):
+        raise AssertionError("a tensor was sent")
 
 
 def tensors(q=(1, 4, 4, 8), k=(1, 4, 2, 8), v=None, dtype=torch.float32, k_dtype=None):
@@ -87,7 +90,7 @@ def _with_sequence_of(groups, kind):
             LAYOUT.model_copy(update={"sharding": "contiguous"}), silent, seq_len=16
         ),
         "another mesh": ShardedSequence(
-            LAYOUT, ContextParallelGroups(Silent(groups.ulysses), groups.ulysses), seq_len=16
+            LAYOUT, ContextParallelGroups(Silent(groups.ulysses), Silent(groups.ring)), seq_len=16
         ),
     }[kind]
     try:
