@@ -123,7 +123,7 @@ def read_options(arguments: Sequence[str]) -> Options:
     )
     corpus = load_corpus(given.data, given.vocab_size)
     corpus.check_length(seq_len)
-    select_kernel("auto", Request(device, DTYPES[dtype], sizes.head_dim))
+    select_kernel("auto", Request(device, DTYPES[dtype], sizes.head_dim, sizes.head_dim))
     layout, origin = _layout(given, sizes, mask, seq_len, dtype, device)
     layout.check_ranks(world_size())
     layout.check_heads(sizes.heads, sizes.kv_heads)

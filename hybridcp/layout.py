@@ -17,6 +17,7 @@ from hybridcp.sharding import Sharding, ShardingName, make_sharding
 from hybridcp.yaml_files import explain, read_yaml
 
 Order = Literal["ulysses_inner", "ring_inner"]
+Exchange = Literal["ring", "direct"]
 
 
 class Layout(BaseModel):
@@ -41,6 +42,12 @@ class Layout(BaseModel):
     )
     sharding: ShardingName = Field(
         "zigzag", description="How tokens are dealt to ring positions; zigzag levels causal work."
+    )
+
+    exchange: Exchange = Field(
+        "ring",
+        description="How keys and values travel: the whole block around the ring, or direct: to "
+        "each position only the rows that it sees.",
     )
 
     def __init__(self, **data: Any) -> None:
@@ -98,6 +105,8 @@ class Layout(BaseModel):
     def check_heads(self, heads: int, kv_heads: int) -> None:
         """Raise unless `heads` query heads over `kv_heads` key/value heads can be split U ways.
 
+        U need not divide the heads: shares then differ by one, and ranks with fewer wait.
+
         Raises:
             LayoutError: the constraint and the legal degrees.
         """
@@ -106,12 +115,12 @@ class Layout(BaseModel):
                 f"heads must be a multiple of kv_heads and both ≥ 1, got {heads} heads and "
                 f"{kv_heads} kv_heads"
             )
-        if heads % self.ulysses_degree:
-            legal = [u for u in _divisors(self.cp_degree) if heads % u == 0]
+        if self.ulysses_degree > heads:
+            legal = [u for u in _divisors(self.cp_degree) if u <= heads]
             raise LayoutError(
-                f"ulysses_degree {self.ulysses_degree} does not divide {heads} heads (with tensor "
-                f"parallelism: heads per tp rank); over {self.cp_degree} ranks it can be "
-                f"{_listed(legal)}, and ring_degree the rest"
+                f"ulysses_degree {self.ulysses_degree} is above the {heads} heads (with tensor "
+                f"parallelism: heads per tp rank), so some ranks would have none; over "
+                f"{self.cp_degree} ranks it can be {_listed(legal)}, and ring_degree the rest"
             )
 
     def save(self, path: str | Path, comment: str = "") -> None:

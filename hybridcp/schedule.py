@@ -1,24 +1,47 @@
 """The schedule: for each ring position, which block is present when, and what is computed.
 
 Mask × sharding becomes an explicit list of steps, in local row numbers. Checking, pricing,
-drawing and running a layout all read these same steps.
+drawing and running a layout all read these same steps. A block is the keys and values of one ring
+position, or the rows of it that are needed. R ring positions:
 
-Ring exchange, R ring positions, forward: at step t position r holds the keys and values of
-position (r - t) mod R, received from r - 1; while it computes, it passes that block on to r + 1.
-R - 1 hops. Backward: blocks move the other way and begin with the block that arrived last, so at
-step t position r holds those of (r + 1 + t) mod R: R - 2 hops of keys and values, then its own
-block from memory; the gradient of a block follows it, R - 1 hops.
-(Ring Attention, arXiv 2310.01889, section 3; the reversed start is this project's.)
+`ring`, forward: at step t position r holds the block of position (r - t) mod R, received from
+r - 1; while it computes, it passes that block on to r + 1. R - 1 hops. Backward: blocks move the
+other way and begin with the block that arrived last, so at step t position r holds that of
+(r + 1 + t) mod R: R - 2 hops of keys and values, then its own block from memory; the gradient of
+a block follows it, R - 1 hops. (Ring Attention, arXiv 2310.01889, section 3; the reversed start is
+this project's.)
+
+`direct`: at distance d position r receives from r - d only the rows that its queries really see,
+and sends r + d those that it sees; positions with nothing in common exchange nothing. Backward:
+distances in reverse, beginning with the block that arrived last; the gradient of a block goes
+straight back to its owner.
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
-from hybridcp.masks import UNBOUNDED, AttentionMask, Band
+from hybridcp.band_index import BandsByRow, HeldRanges
+from hybridcp.band_merging import merge_bands
+from hybridcp.layout import Exchange
+from hybridcp.masks import AttentionMask, Band
 from hybridcp.sharding import Sharding, TokenRange
+
+Rows = tuple[TokenRange, ...]
+"""Local rows of one ring position: ascending ranges that do not touch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One message: to or from `peer`, the given local rows of the block's owner."""
+
+    peer: int
+    rows: Rows
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return size_of(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +50,23 @@ class Step:
 
     Attributes:
         kv_owner: ring position whose keys and values are present.
+        kv_rows: the owner's local rows that are present, packed one after the other.
         bands: what to compute: trimmed, disjoint; queries are local rows of this position, keys
-            local rows of the owner's block. Empty: nothing to compute, the block is passed on.
-        send_to: ring position that receives the present block during this step, or None.
-        receive_from: ring position whose present block arrives for the next step, or None.
+            rows of the present block. Empty: nothing to compute.
+        send: what leaves during this step: the present block (ring), or own rows (direct).
+        receive: what arrives for the next step.
+        send_gradient: in the backward, what leaves after this step: the gradient of `kv_rows`.
+        receive_gradient: what arrives then: a gradient to be added to that of the next step's
+            block (ring), or to that of own rows (direct).
     """
 
     kv_owner: int
+    kv_rows: Rows
     bands: tuple[Band, ...]
-    send_to: int | None
-    receive_from: int | None
+    send: Transfer | None = None
+    receive: Transfer | None = None
+    send_gradient: Transfer | None = None
+    receive_gradient: Transfer | None = None
 
 
 class Schedule:
@@ -48,6 +78,7 @@ class Schedule:
     Args:
         sharding: who holds which tokens.
         mask: allowed pairs.
+        exchange: how blocks travel.
 
     Attributes:
         bands: the mask's bands in global positions, cut to the sequence.
@@ -56,9 +87,12 @@ class Schedule:
         MaskError: the mask does not fit the sequence length.
     """
 
-    def __init__(self, sharding: Sharding, mask: AttentionMask) -> None:
+    def __init__(
+        self, sharding: Sharding, mask: AttentionMask, exchange: Exchange = "ring"
+    ) -> None:
         self.sharding = sharding
         self.mask = mask
+        self.exchange = exchange
         self.bands = mask.bands_for(sharding.seq_len, sharding.seq_len)
 
     @property
@@ -70,17 +104,19 @@ class Schedule:
         """The R steps of one ring position in the forward pass, in order."""
         degree = self.ring_degree
         owners = [(ring_rank - t) % degree for t in range(degree)]
-        return self._steps(ring_rank, owners, hops=degree - 1, direction=1)
+        bands = self.bands_between(ring_rank)
+        if self.exchange == "direct":
+            return self._direct_forward(ring_rank, owners, bands)
+        return self._ring_steps(ring_rank, owners, bands, hops=degree - 1, direction=1)
 
     def backward_steps(self, ring_rank: int) -> tuple[Step, ...]:
-        """The R steps of one ring position in the backward pass, in order.
-
-        Transfers are those of keys and values. The gradient of the block at step t < R - 1 goes
-        to position ring_rank - 1 after the step.
-        """
+        """The R steps of one ring position in the backward pass, in order."""
         degree = self.ring_degree
         owners = [(ring_rank + 1 + t) % degree for t in range(degree)]
-        return self._steps(ring_rank, owners, hops=degree - 2, direction=-1)
+        bands = self.bands_between(ring_rank)
+        if self.exchange == "direct":
+            return self._direct_backward(ring_rank, owners, bands)
+        return self._ring_steps(ring_rank, owners, bands, hops=degree - 2, direction=-1)
 
     def bands_between(self, ring_rank: int) -> dict[int, tuple[Band, ...]]:
         """For one ring position as query side: key/value owner → its bands in local rows.
@@ -88,126 +124,167 @@ class Schedule:
         Owners that the mask never pairs with this position are left out.
         """
         found: dict[int, list[Band]] = {}
-        for queries, q_row in self.sharding.local_rows(ring_rank):
-            for whole in self.mask_bands_at(*queries):
-                band = whole.intersect(Band(*queries, 0, self.sharding.seq_len))
-                if band is None:
-                    continue
-                for keys, k_row, owner in self._key_index.meeting(band.k0, band.k1):
-                    piece = band.intersect(Band(*queries, *keys))
-                    if piece is not None:
-                        local = piece.shifted(q_row - queries.start, k_row - keys.start)
-                        found.setdefault(owner, []).append(local)
+        for owner, piece in self._pieces(ring_rank, self._by_query):
+            found.setdefault(owner, []).append(piece)
         return {owner: merge_bands(bands) for owner, bands in found.items()}
 
     def mask_bands_at(self, q0: int, q1: int) -> list[Band]:
         """Global bands of the mask that meet queries `[q0, q1)`."""
-        return list(self._mask_index.meeting_rows(TokenRange(q0, q1)))
+        return self._by_query.meeting(q0, q1)
 
-    def _steps(
-        self, ring_rank: int, owners: list[int], hops: int, direction: int
+    def whole_block(self, ring_rank: int) -> Rows:
+        """All local rows of a ring position."""
+        length = self.sharding.ring_len(ring_rank)
+        return (TokenRange(0, length),) if length else ()
+
+    def _pieces(self, ring_rank: int, index: BandsByRow) -> Iterator[tuple[int, Band]]:
+        """(other side's ring position, band in local rows of both) for one position's rows."""
+        for queries, q_row in self.sharding.local_rows(ring_rank):
+            for whole in index.meeting(*queries):
+                band = whole.intersect(Band(*queries, 0, self.sharding.seq_len))
+                if band is None:
+                    continue
+                for keys, k_row, owner in self._held.meeting(band.k0, band.k1):
+                    piece = band.intersect(Band(*queries, *keys))
+                    if piece is not None:
+                        yield owner, piece.shifted(q_row - queries.start, k_row - keys.start)
+
+    def _ring_steps(
+        self,
+        ring_rank: int,
+        owners: Sequence[int],
+        bands: dict[int, tuple[Band, ...]],
+        hops: int,
+        direction: int,
     ) -> tuple[Step, ...]:
-        bands = self.bands_between(ring_rank)
-        ahead = (ring_rank + direction) % self.ring_degree
-        behind = (ring_rank - direction) % self.ring_degree
-        return tuple(
-            Step(
-                kv_owner=owner,
-                bands=bands.get(owner, ()),
-                send_to=ahead if t < hops else None,
-                receive_from=behind if t < hops else None,
+        degree = self.ring_degree
+        ahead, behind = (ring_rank + direction) % degree, (ring_rank - direction) % degree
+        blocks = [self.whole_block(owner) for owner in owners]
+        steps = []
+        for t, owner in enumerate(owners):
+            follows = blocks[t + 1] if t + 1 < degree else ()
+            # The gradient goes the way of the blocks in the backward, one step behind.
+            with_gradient = direction < 0
+            steps.append(
+                Step(
+                    kv_owner=owner,
+                    kv_rows=blocks[t],
+                    bands=bands.get(owner, ()),
+                    send=_transfer(ahead, blocks[t] if t < hops else ()),
+                    receive=_transfer(behind, follows if t < hops else ()),
+                    send_gradient=_transfer(
+                        ahead, blocks[t] if with_gradient and t + 1 < degree else ()
+                    ),
+                    receive_gradient=_transfer(behind, follows if with_gradient else ()),
+                )
             )
-            for t, owner in enumerate(owners)
-        )
+        return tuple(steps)
+
+    def _direct_forward(
+        self, ring_rank: int, owners: Sequence[int], bands: dict[int, tuple[Band, ...]]
+    ) -> tuple[Step, ...]:
+        degree = self.ring_degree
+        needed, seen = self._needed(ring_rank, bands), self._seen_by_others(ring_rank)
+        steps = []
+        for t, owner in enumerate(owners):
+            to, source = (ring_rank + t + 1) % degree, (ring_rank - t - 1) % degree
+            last = t + 1 == degree
+            steps.append(
+                Step(
+                    kv_owner=owner,
+                    kv_rows=needed.get(owner, ()),
+                    bands=packed(bands.get(owner, ()), needed.get(owner, ())),
+                    send=_transfer(to, () if last else seen.get(to, ())),
+                    receive=_transfer(source, () if last else needed.get(source, ())),
+                )
+            )
+        return tuple(steps)
+
+    def _direct_backward(
+        self, ring_rank: int, owners: Sequence[int], bands: dict[int, tuple[Band, ...]]
+    ) -> tuple[Step, ...]:
+        degree = self.ring_degree
+        needed, seen = self._needed(ring_rank, bands), self._seen_by_others(ring_rank)
+        steps = []
+        for t, owner in enumerate(owners):
+            distance = degree - 1 - t
+            # The block of distance d - 1 travels during the step of distance d; own needs none.
+            to, source = (ring_rank + distance - 1) % degree, (ring_rank - distance + 1) % degree
+            travels = distance > 1
+            back_from = (ring_rank + distance) % degree
+            steps.append(
+                Step(
+                    kv_owner=owner,
+                    kv_rows=needed.get(owner, ()),
+                    bands=packed(bands.get(owner, ()), needed.get(owner, ())),
+                    send=_transfer(to, seen.get(to, ()) if travels else ()),
+                    receive=_transfer(source, needed.get(source, ()) if travels else ()),
+                    send_gradient=_transfer(owner, needed.get(owner, ()) if distance else ()),
+                    receive_gradient=_transfer(
+                        back_from, seen.get(back_from, ()) if distance else ()
+                    ),
+                )
+            )
+        return tuple(steps)
+
+    def _needed(self, ring_rank: int, bands: dict[int, tuple[Band, ...]]) -> dict[int, Rows]:
+        """Rows of each owner that this position's queries see; of its own block, all."""
+        needed = {
+            owner: _union((b.k0, b.k1) for b in of_owner) for owner, of_owner in bands.items()
+        }
+        return {**needed, ring_rank: self.whole_block(ring_rank)}
+
+    def _seen_by_others(self, ring_rank: int) -> dict[int, Rows]:
+        """Own rows that each other position's queries see."""
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for other, piece in self._pieces(ring_rank, self._by_key):
+            spans.setdefault(other, []).append((piece.q0, piece.q1))
+        return {other: _union(of_other) for other, of_other in spans.items()}
 
     @cached_property
-    def _mask_index(self) -> "_RowIndex":
-        return _RowIndex(self.bands)
+    def _by_query(self) -> BandsByRow:
+        return BandsByRow(self.bands)
 
     @cached_property
-    def _key_index(self) -> "_KeyIndex":
-        return _KeyIndex(self.sharding)
+    def _by_key(self) -> BandsByRow:
+        """The transposed mask: keys in the place of queries."""
+        turned = (Band(b.k0, b.k1, b.q0, b.q1, -b.hi, -b.lo) for b in self.bands)
+        return BandsByRow(sorted(turned))
+
+    @cached_property
+    def _held(self) -> HeldRanges:
+        return HeldRanges(self.sharding)
 
 
-def merge_bands(bands: list[Band]) -> tuple[Band, ...]:
-    """The same pairs as fewer bands where neighbours in local memory form one.
-
-    `bands` are trimmed and disjoint. Zigzag causal work becomes one band a step: one kernel
-    call instead of three.
-    """
-    merged = sorted(bands)
-    while True:
-        before = len(merged)
-        for along_keys in (True, False):
-            merged = _merge_neighbours(merged, along_keys)
-        if len(merged) == before:
-            return tuple(merged)
+def size_of(rows: Rows) -> int:
+    """Number of rows."""
+    return sum(piece.size for piece in rows)
 
 
-def _merge_neighbours(bands: list[Band], along_keys: bool) -> list[Band]:
-    def start(band: Band) -> int:
-        return band.k0 if along_keys else band.q0
-
-    # In this order a band is met before any that begins where it ends.
-    waiting: dict[int, list[Band]] = {}
-    for band in sorted(bands, key=start):
-        waiting.setdefault(start(band), []).append(band)
-    result: list[Band] = []
-    for position in list(waiting):
-        while waiting[position]:
-            union = waiting[position].pop()
-            while True:
-                neighbours = waiting.get(union.k1 if along_keys else union.q1, [])
-                joined = next(((n, u) for n in neighbours if (u := _union(union, n))), None)
-                if joined is None:
-                    break
-                neighbours.remove(joined[0])
-                union = joined[1]
-            result.append(union)
-    return sorted(result)
+def packed(bands: tuple[Band, ...], rows: Rows) -> tuple[Band, ...]:
+    """Bands whose keys are some rows of a block, renumbered for a block of these rows alone."""
+    found = []
+    offset = 0
+    for piece in rows:
+        inside = Band(0, max((b.q1 for b in bands), default=0), *piece)
+        for band in bands:
+            part = band.intersect(inside)
+            if part is not None:
+                found.append(part.shifted(0, offset - piece.start))
+        offset += piece.size
+    return merge_bands(found)
 
 
-def _union(a: Band, b: Band) -> Band | None:
-    """One band with exactly the pairs of two disjoint bands, if there is one."""
-    total = a.pairs + b.pairs
-    hull = (min(a.q0, b.q0), max(a.q1, b.q1), min(a.k0, b.k0), max(a.k1, b.k1))
-    for lo in {a.lo, b.lo, -UNBOUNDED}:
-        for hi in {a.hi, b.hi, UNBOUNDED}:
-            hull_band = Band(*hull, lo, hi)
-            holds_both = hull_band.intersect(a) == a and hull_band.intersect(b) == b
-            if hull_band.pairs == total and holds_both:
-                return hull_band.trimmed()
-    return None
+def _transfer(peer: int, rows: Rows) -> Transfer | None:
+    return Transfer(peer, rows) if rows else None
 
 
-class _RowIndex:
-    """Bands of a mask by query rows."""
-
-    def __init__(self, bands: tuple[Band, ...]) -> None:
-        self._bands = bands
-        self._starts = [band.q0 for band in bands]
-        # Bands are sorted by start; the running maximum of ends is sorted too.
-        self._ends = list(accumulate((band.q1 for band in bands), max))
-
-    def meeting_rows(self, rows: TokenRange) -> Iterator[Band]:
-        first = bisect_right(self._ends, rows.start)
-        last = bisect_left(self._starts, rows.stop)
-        return (band for band in self._bands[first:last] if band.q1 > rows.start)
-
-
-class _KeyIndex:
-    """Every ring position's key ranges by global position, with local row and owner."""
-
-    def __init__(self, sharding: Sharding) -> None:
-        self._entries = sorted(
-            (piece, row, owner)
-            for owner in range(sharding.ring_degree)
-            for piece, row in sharding.local_rows(owner)
-        )
-        self._stops = [piece.stop for piece, _, _ in self._entries]
-        self._starts = [piece.start for piece, _, _ in self._entries]
-
-    def meeting(self, start: int, stop: int) -> list[tuple[TokenRange, int, int]]:
-        first = bisect_right(self._stops, start)
-        last = bisect_left(self._starts, stop)
-        return self._entries[first:last]
+def _union(spans: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> Rows:
+    """The same rows as ascending ranges that do not touch."""
+    found: list[TokenRange] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1].stop:
+            found[-1] = TokenRange(found[-1].start, max(stop, found[-1].stop))
+        else:
+            found.append(TokenRange(start, stop))
+    return tuple(found)

@@ -18,7 +18,7 @@ from hybridcp.distributed import ContextParallelGroups, mesh_device, resolve_gro
 from hybridcp.errors import InputError
 from hybridcp.layout import Layout
 from hybridcp.masks import AttentionMask, causal
-from hybridcp.schedule import Schedule, Step
+from hybridcp.schedule import Schedule, Step, size_of
 
 IGNORE_INDEX = -100
 """Label of a position without a target, as in torch's cross_entropy and Hugging Face."""
@@ -54,7 +54,8 @@ class ShardedSequence(OpaqueBase):
         self.mesh = mesh
         self.groups = resolve_groups(layout, mesh)
         self.device = mesh_device(mesh)
-        self.schedule = Schedule(layout.shard(seq_len), mask if mask is not None else causal())
+        mask = mask if mask is not None else causal()
+        self.schedule = Schedule(layout.shard(seq_len), mask, layout.exchange)
 
     def __repr__(self) -> str:
         return (
@@ -91,6 +92,13 @@ class ShardedSequence(OpaqueBase):
         """Tokens of each ring position."""
         sharding = self.schedule.sharding
         return tuple(sharding.ring_len(r) for r in range(sharding.ring_degree))
+
+    @property
+    def kept_len(self) -> int:
+        """Tokens of the block that the backward starts from; 0 if that is this rank's own."""
+        last = self.forward_steps[-1]
+        own = last.kv_owner == self.groups.ring.rank
+        return 0 if own else size_of(last.kv_rows)
 
     @property
     def local_len(self) -> int:

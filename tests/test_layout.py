@@ -162,9 +162,10 @@ def test_check_heads_names_legal_degrees():
     layout = Layout(ulysses_degree=4, ring_degree=3)
     layout.check_heads(heads=8, kv_heads=1)
     with pytest.raises(LayoutError) as caught:
-        layout.check_heads(heads=6, kv_heads=2)
-    assert str(caught.value).startswith("ulysses_degree 4 does not divide 6 heads")
-    assert "over 12 ranks it can be 1, 2, 3 or 6" in str(caught.value)
+        layout.check_heads(heads=3, kv_heads=1)
+    assert str(caught.value).startswith("ulysses_degree 4 is above the 3 heads")
+    assert "over 12 ranks it can be 1, 2 or 3" in str(caught.value)
+    layout.check_heads(heads=6, kv_heads=2)
     for heads, kv_heads in ((12, 8), (0, 1), (4, 0), (-4, -2)):
         with pytest.raises(LayoutError, match="heads must be a multiple of kv_heads"):
             layout.check_heads(heads, kv_heads)

@@ -1,13 +1,16 @@
 """Every allowed pair once, in the order that the ring brings the blocks: by brute force."""
 
 from itertools import combinations, pairwise, product
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridcp.band_merging import merge_bands
+from hybridcp.layout import Exchange
 from hybridcp.masks import Band, causal, documents, full, sliding_window
-from hybridcp.schedule import Schedule, merge_bands
+from hybridcp.schedule import Schedule, size_of
 from hybridcp.sharding import make_sharding
 
 NAMES = ("contiguous", "zigzag")
@@ -30,15 +33,18 @@ def masks_of(n):
     }
 
 
-def make(name, n, ring, ulysses, mask):
+def make(name, n, ring, ulysses, mask, exchange="ring"):
     sharding = make_sharding(name, seq_len=n, ring_degree=ring, ulysses_degree=ulysses)
-    return Schedule(sharding, mask)
+    return Schedule(sharding, mask, exchange)
 
 
 def cases():
-    for name, n, ring in product(NAMES, (1, 2, 7, 24, 29), (1, 2, 3, 4, 5)):
+    for name, n, ring, exchange in product(
+        NAMES, (1, 2, 7, 24, 29), (1, 2, 3, 4, 5), get_args(Exchange)
+    ):
         for label, mask in masks_of(n).items():
-            yield f"{name}-{n}-ring{ring}-{label}", make(name, n, ring, 2, mask)
+            schedule = make(name, n, ring, 2, mask, exchange)
+            yield f"{exchange}-{name}-{n}-ring{ring}-{label}", schedule
 
 
 def rows_of(schedule, ring_rank):
@@ -53,7 +59,8 @@ def computed_pairs(schedule, passes):
     for r in range(schedule.ring_degree):
         queries = rows_of(schedule, r)
         for step in getattr(schedule, f"{passes}_steps")(r):
-            keys = rows_of(schedule, step.kv_owner)
+            held = rows_of(schedule, step.kv_owner)
+            keys = [held[row] for rows in step.kv_rows for row in range(*rows)]
             for band in step.bands:
                 found += [
                     (queries[q], keys[k]) for q in range(band.q0, band.q1) for k in band.keys_of(q)
@@ -79,15 +86,19 @@ def test_each_allowed_pair_is_computed_once(passes):
 
 @given(
     name=st.sampled_from(NAMES),
+    exchange=st.sampled_from(get_args(Exchange)),
     ring=st.integers(1, 5),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     left=st.integers(-1, 6),
     right=st.integers(-1, 6),
 )
-def test_each_allowed_pair_is_computed_once_for_any_mask(name, ring, lengths, left, right):
+def test_each_allowed_pair_is_computed_once_for_any_mask(
+    name, exchange, ring, lengths, left, right
+):
     mask = sliding_window(left, right) & documents(lengths)
-    schedule = make(name, sum(lengths), ring, 1, mask)
+    schedule = make(name, sum(lengths), ring, 1, mask, exchange)
     assert sorted(computed_pairs(schedule, "forward")) == allowed_pairs(schedule)
+    assert sorted(computed_pairs(schedule, "backward")) == allowed_pairs(schedule)
 
 
 def test_bands_are_trimmed_and_disjoint():
@@ -117,10 +128,9 @@ def test_number_of_hops(ring):
             (schedule.forward_steps(r), ring - 1),
             (schedule.backward_steps(r), max(ring - 2, 0)),
         ):
-            assert [step.send_to is not None for step in steps] == [t < hops for t in range(ring)]
-            assert [step.receive_from is not None for step in steps] == [
-                t < hops for t in range(ring)
-            ]
+            expected = [t < hops for t in range(ring)]
+            assert [step.send is not None for step in steps] == expected
+            assert [step.receive is not None for step in steps] == expected
 
 
 @pytest.mark.parametrize("ring", [2, 3, 5])
@@ -128,9 +138,47 @@ def test_forward_goes_up_the_ring_and_backward_down(ring):
     schedule = make("zigzag", 64, ring, 2, full())
     for r in range(ring):
         for step in schedule.forward_steps(r)[:-1]:
-            assert (step.send_to, step.receive_from) == ((r + 1) % ring, (r - 1) % ring)
+            assert (step.send.peer, step.receive.peer) == ((r + 1) % ring, (r - 1) % ring)
         for step in schedule.backward_steps(r)[:-2]:
-            assert (step.send_to, step.receive_from) == ((r - 1) % ring, (r + 1) % ring)
+            assert (step.send.peer, step.receive.peer) == ((r - 1) % ring, (r + 1) % ring)
+
+
+def test_direct_sends_only_keys_that_are_seen():
+    for label, schedule in cases():
+        if schedule.exchange != "direct":
+            continue
+        for r in range(schedule.ring_degree):
+            queries = rows_of(schedule, r)
+            for step in schedule.forward_steps(r):
+                if step.kv_owner == r:
+                    continue
+                seen = {
+                    k
+                    for band in step.bands
+                    for q in range(band.q0, band.q1)
+                    for k in band.keys_of(q)
+                }
+                assert seen == set(range(size_of(step.kv_rows))), label
+                assert queries or not seen
+
+
+def test_direct_needs_a_halo_for_a_window():
+    """8 tokens each, 3 back: three keys from the position before, nothing from others."""
+    schedule = make("contiguous", 32, 4, 1, sliding_window(3, 0), "direct")
+    received = [
+        [size_of(step.receive.rows) if step.receive else 0 for step in schedule.forward_steps(r)]
+        for r in range(4)
+    ]
+    assert received == [[0, 0, 0, 0], [3, 0, 0, 0], [3, 0, 0, 0], [3, 0, 0, 0]]
+
+
+def test_direct_sends_three_quarters_of_what_the_ring_sends_for_causal_zigzag():
+    def sent(exchange):
+        schedule = make("zigzag", 1024, 16, 1, causal(), exchange)
+        steps = (step for r in range(16) for step in schedule.forward_steps(r))
+        return sum(step.send.size for step in steps if step.send)
+
+    assert sent("direct") / sent("ring") == pytest.approx(0.75)
 
 
 def bands_per_step(name, n, ring, mask):

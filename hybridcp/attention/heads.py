@@ -1,15 +1,18 @@
 """Which heads each Ulysses rank computes, and which key/value heads it needs for them.
 
-Rank u computes query heads [u · H/U, (u + 1) · H/U). Query head h uses key/value head
-h // (H/K), so the rank needs a consecutive range of key/value heads. With K < U a key/value head
-goes to exactly the ranks that use it; it is never repeated before it travels.
+Rank u computes the u-th of U consecutive ranges of query heads, whose sizes differ by one where
+U does not divide H. Query head h uses key/value head h // (H/K), so the rank needs a consecutive
+range of key/value heads. With K < U a key/value head goes to exactly the ranks that use it; it is
+never repeated before it travels.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import gcd
 
 from hybridcp.layout import Layout
+from hybridcp.sharding import even_cuts
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class HeadSplit:
     """H query heads and K key/value heads over U Ulysses ranks.
 
     Raises:
-        LayoutError: K does not divide H, or U does not.
+        LayoutError: K does not divide H, or U is above H.
     """
 
     layout: Layout
@@ -27,18 +30,11 @@ class HeadSplit:
     def __post_init__(self) -> None:
         self.layout.check_heads(self.heads, self.kv_heads)
 
-    @property
-    def heads_per_rank(self) -> int:
-        """Query heads of each rank, H/U."""
-        return self.heads // self.layout.ulysses_degree
-
     @cached_property
     def q_ranges(self) -> tuple[range, ...]:
         """Query heads of each Ulysses rank."""
-        per_rank = self.heads_per_rank
-        return tuple(
-            range(u * per_rank, (u + 1) * per_rank) for u in range(self.layout.ulysses_degree)
-        )
+        cuts = even_cuts(self.heads, self.layout.ulysses_degree)
+        return tuple(range(a, b) for a, b in pairwise(cuts))
 
     @cached_property
     def kv_ranges(self) -> tuple[range, ...]:

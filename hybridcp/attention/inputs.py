@@ -1,6 +1,7 @@
 """What `HybridAttention` accepts, checked on every rank before any message is sent."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -8,6 +9,28 @@ from torch.distributed.tensor import DTensor
 from hybridcp.errors import InputError, LayoutError
 from hybridcp.layout import Layout
 from hybridcp.sequence import ShardedSequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """Keywords of a call that change scores or weights.
+
+    Attributes:
+        softmax_scale: None for 1 / sqrt(D).
+        softcap: 0 for none.
+        sinks: (H,), or None.
+        dropout_p: 0 in eval.
+    """
+
+    softmax_scale: float | None
+    softcap: float
+    sinks: torch.Tensor | None
+    dropout_p: float
+
+    def in_words(self) -> str:
+        """What must be equal on all ranks, for comparing and for showing."""
+        with_sinks = "no sinks" if self.sinks is None else f"sinks {self.sinks.dtype}"
+        return f"softmax_scale {self.softmax_scale}, softcap {self.softcap}, {with_sinks}"
 
 
 def check_sequence(seq: ShardedSequence, layout: Layout) -> None:
@@ -50,11 +73,11 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq: Sharde
             )
         if x.size(1) != seq.local_len:
             raise InputError(f"{name}{_wrong_rows(x, seq.local_len, seq)}: {shapes}")
-    if k.shape != v.shape or q.size(0) != k.size(0) or q.size(3) != k.size(3):
-        raise InputError(
-            f"q, k and v must agree in batch and head_dim, and k and v in heads: {shapes}"
-        )
-    if q.size(0) < 1 or q.size(3) < 1:
+    if not q.size(0) == k.size(0) == v.size(0) or k.size(2) != v.size(2):
+        raise InputError(f"q, k and v must agree in batch, and k and v in heads: {shapes}")
+    if q.size(3) != k.size(3):
+        raise InputError(f"q and k must agree in head_dim: {shapes}")
+    if min(q.size(0), q.size(3), v.size(3)) < 1:
         raise InputError(f"batch and head_dim must be at least 1: {shapes}")
     if not q.dtype.is_floating_point or not q.dtype == k.dtype == v.dtype:
         raise InputError(f"q, k and v must have one floating-point dtype: {shapes}")
@@ -84,11 +107,33 @@ def _wrong_rows(x: torch.Tensor, rows: int, seq: ShardedSequence) -> str:
     )
 
 
-def check_softmax_scale(softmax_scale: float) -> None:
-    """Raise unless the scale is a finite number.
+def check_options(options: ScoreOptions, q: torch.Tensor) -> None:
+    """Raise unless the options can be honoured.
 
     Raises:
-        InputError: it is not.
+        InputError: a number that is no number, sinks of another shape, or dropout in training.
     """
-    if not isinstance(softmax_scale, float | int) or not math.isfinite(softmax_scale):
-        raise InputError(f"softmax_scale must be a finite number, got {softmax_scale!r}")
+    if options.softmax_scale is not None and not _is_finite(options.softmax_scale):
+        raise InputError(f"softmax_scale must be a finite number, got {options.softmax_scale!r}")
+    if not _is_finite(options.softcap) or options.softcap < 0:
+        raise InputError(f"softcap must be a finite number ≥ 0, got {options.softcap!r}")
+    if options.dropout_p != 0:
+        raise InputError(
+            f"dropout_p = {options.dropout_p!r}: attention dropout in training is not supported, "
+            "since its random mask would depend on the layout; use dropout_p=0 (models for long "
+            "sequences are trained without), or dropout outside attention"
+        )
+    sinks = options.sinks
+    if sinks is None:
+        return
+    if not isinstance(sinks, torch.Tensor) or isinstance(sinks, DTensor):
+        raise InputError(f"sinks must be a local tensor, got {type(sinks).__name__}")
+    if sinks.shape != (q.size(2),) or sinks.device != q.device or not sinks.is_floating_point():
+        raise InputError(
+            f"sinks must be one logit for each of the {q.size(2)} query heads, floating point, on "
+            f"{q.device}; got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}"
+        )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)

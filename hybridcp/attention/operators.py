@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 from torch._library.opaque_object import MemberType, register_opaque_type
 
+from hybridcp.attention.exchange import ring_pass, ring_pass_backward
 from hybridcp.attention.heads import HeadSplit
 from hybridcp.attention.inputs import check_rows
 from hybridcp.attention.online_softmax import accumulator_dtype
-from hybridcp.attention.ring import BlockAttention, ring_backward, ring_forward
 from hybridcp.attention.ulysses import (
     gather_seq_scatter_heads,
     gather_seq_scatter_heads_qkv,
     scatter_seq_gather_heads,
     scatter_seq_gather_heads_qkv,
 )
-from hybridcp.kernels.protocol import Request
-from hybridcp.kernels.registry import select_kernel
 from hybridcp.sequence import ShardedSequence
 
 # A compiled graph takes the sequence as an input: another mask or batch of documents of the same
@@ -30,17 +28,23 @@ from hybridcp.sequence import ShardedSequence
 register_opaque_type(
     ShardedSequence,
     typ="reference",
-    guard_fn=lambda seq: [seq.local_len, seq.ring_len, seq.layout, seq.groups.ulysses.rank],
+    guard_fn=lambda seq: [
+        seq.local_len,
+        seq.ring_len,
+        seq.kept_len,
+        seq.layout,
+        seq.groups.ulysses.rank,
+    ],
     members={
         name: MemberType.USE_REAL
-        for name in ("layout", "groups", "local_len", "ring_len", "rank_lens", "ring_lens")
+        for name in ("layout", "groups", "local_len", "ring_len", "kept_len")
     },
 )
 
 
 @torch.library.custom_op("hybridcp::qkv_to_heads", mutates_args=())
 def qkv_to_heads(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> tuple[Tensor, Tensor]:
-    """q, k, v as sequence shards → q (B, S, h, D) and kv (2, B, S, n, D) as head shards."""
+    """q, k, v as sequence shards → q (B, S, h, D) and a flat key/value block as head shards."""
     check_rows(q, seq.local_len, seq)
     split = HeadSplit(seq.layout, q.size(2), k.size(2))
     return gather_seq_scatter_heads_qkv(q, k, v, split, seq.rank_lens, seq.groups.ulysses)
@@ -49,71 +53,79 @@ def qkv_to_heads(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> tuple
 @qkv_to_heads.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> tuple[Tensor, Tensor]:
     split = HeadSplit(seq.layout, q.size(2), k.size(2))
-    kv_heads = len(split.kv_ranges[seq.groups.ulysses.rank])
-    q_heads = q.new_empty((q.size(0), seq.ring_len, split.heads_per_rank, q.size(3)))
-    return q_heads, k.new_empty((2, k.size(0), seq.ring_len, kv_heads, k.size(3)))
+    me = seq.groups.ulysses.rank
+    q_heads = q.new_empty((q.size(0), seq.ring_len, len(split.q_ranges[me]), q.size(3)))
+    row = k.size(0) * len(split.kv_ranges[me]) * (k.size(3) + v.size(3))
+    return q_heads, k.new_empty(seq.ring_len * row)
 
 
 @torch.library.custom_op("hybridcp::qkv_from_heads", mutates_args=())
 def qkv_from_heads(
-    dq: Tensor, dkv: Tensor, seq: ShardedSequence, heads: int, kv_heads: int
+    dq: Tensor, dkv: Tensor, seq: ShardedSequence, heads: int, kv_heads: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of `qkv_to_heads`."""
     split = HeadSplit(seq.layout, heads, kv_heads)
-    return scatter_seq_gather_heads_qkv(dq, dkv, split, seq.rank_lens, seq.groups.ulysses)
+    return scatter_seq_gather_heads_qkv(
+        dq, dkv, split, value_dim, seq.rank_lens, seq.groups.ulysses
+    )
 
 
 @qkv_from_heads.register_fake
 def _(
-    dq: Tensor, dkv: Tensor, seq: ShardedSequence, heads: int, kv_heads: int
+    dq: Tensor, dkv: Tensor, seq: ShardedSequence, heads: int, kv_heads: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (dq.size(0), seq.local_len)
-    dk = dkv.new_empty((*shape, kv_heads, dkv.size(4)))
-    return dq.new_empty((*shape, heads, dq.size(3))), dk, torch.empty_like(dk)
+    return (
+        dq.new_empty((*shape, heads, dq.size(3))),
+        dq.new_empty((*shape, kv_heads, dq.size(3))),
+        dq.new_empty((*shape, kv_heads, value_dim)),
+    )
 
 
 def _save_qkv_to_heads(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, _, ctx.seq = inputs
-    ctx.heads, ctx.kv_heads = q.size(2), k.size(2)
+    q, k, v, ctx.seq = inputs
+    ctx.sizes = (q.size(2), k.size(2), v.size(3))
 
 
 def _qkv_to_heads_backward(ctx: Any, dq: Tensor, dkv: Tensor) -> tuple[Tensor | None, ...]:
-    return *qkv_from_heads(dq, dkv, ctx.seq, ctx.heads, ctx.kv_heads), None
+    return *qkv_from_heads(dq, dkv, ctx.seq, *ctx.sizes), None
 
 
 qkv_to_heads.register_autograd(_qkv_to_heads_backward, setup_context=_save_qkv_to_heads)
 
 
 @torch.library.custom_op("hybridcp::heads_to_sequence", mutates_args=())
-def heads_to_sequence(x: Tensor, seq: ShardedSequence) -> Tensor:
-    """Head shard (B, S, h, D) → sequence shard (B, L, H, D)."""
-    return scatter_seq_gather_heads(x, seq.rank_lens, seq.groups.ulysses)
+def heads_to_sequence(x: Tensor, seq: ShardedSequence, heads: int) -> Tensor:
+    """Head shard (B, S, h, D) → sequence shard (B, L, heads, D)."""
+    split = HeadSplit(seq.layout, heads, heads)
+    return scatter_seq_gather_heads(x, split, seq.rank_lens, seq.groups.ulysses)
 
 
 @heads_to_sequence.register_fake
-def _(x: Tensor, seq: ShardedSequence) -> Tensor:
-    heads = x.size(2) * seq.layout.ulysses_degree
+def _(x: Tensor, seq: ShardedSequence, heads: int) -> Tensor:
     return x.new_empty((x.size(0), seq.local_len, heads, x.size(3)))
 
 
 @torch.library.custom_op("hybridcp::sequence_to_heads", mutates_args=())
 def sequence_to_heads(x: Tensor, seq: ShardedSequence) -> Tensor:
     """Sequence shard (B, L, H, D) → head shard (B, S, h, D)."""
-    return gather_seq_scatter_heads(x, seq.rank_lens, seq.groups.ulysses)
+    split = HeadSplit(seq.layout, x.size(2), x.size(2))
+    return gather_seq_scatter_heads(x, split, seq.rank_lens, seq.groups.ulysses)
 
 
 @sequence_to_heads.register_fake
 def _(x: Tensor, seq: ShardedSequence) -> Tensor:
-    heads = x.size(2) // seq.layout.ulysses_degree
+    split = HeadSplit(seq.layout, x.size(2), x.size(2))
+    heads = len(split.q_ranges[seq.groups.ulysses.rank])
     return x.new_empty((x.size(0), seq.ring_len, heads, x.size(3)))
 
 
 def _save_seq(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ctx.seq = inputs
+    _, ctx.seq, _ = inputs
 
 
 heads_to_sequence.register_autograd(
-    lambda ctx, dx: (sequence_to_heads(dx, ctx.seq), None), setup_context=_save_seq
+    lambda ctx, dx: (sequence_to_heads(dx, ctx.seq), None, None), setup_context=_save_seq
 )
 
 
@@ -121,49 +133,58 @@ heads_to_sequence.register_autograd(
 def ring_attention(
     q: Tensor,
     kv: Tensor,
+    sinks: Tensor | None,
     seq: ShardedSequence,
     kernel: str,
     heads: int,
     kv_heads: int,
+    value_dim: int,
     softmax_scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of this ring position's queries over the whole sequence.
 
     Args:
         q: (B, S, h, D).
-        kv: (2, B, S, n, D), contiguous.
+        kv: flat block of this position's keys and values.
+        sinks: (H,) of all ranks' heads, or None.
         seq: the sequence: schedule and groups.
         kernel: a kernel's name or "auto".
         heads: H of all ranks.
         kv_heads: K of all ranks.
+        value_dim: Dv.
         softmax_scale: factor of q · k.
+        softcap: 0 for none.
 
     Returns:
-        out (B, S, h, D), lse (B, h, S), and the key/value block that arrived last.
+        out (B, S, h, Dv), lse (B, h, S), and the block that the backward starts from (empty if
+        that is `kv`).
     """
     check_rows(q, seq.ring_len, seq)
-    attention = _block_attention(q, seq, kernel, heads, kv_heads, softmax_scale)
-    return ring_forward(q, kv, seq.forward_steps, seq.ring_lens, seq.groups.ring, attention)
+    return ring_pass(q, kv, sinks, seq, kernel, heads, kv_heads, value_dim, softmax_scale, softcap)
 
 
 @ring_attention.register_fake
 def _(
     q: Tensor,
     kv: Tensor,
+    sinks: Tensor | None,
     seq: ShardedSequence,
     kernel: str,
     heads: int,
     kv_heads: int,
+    value_dim: int,
     softmax_scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, rows, local_heads, _ = q.shape
-    lse = q.new_empty((batch, local_heads, rows), dtype=accumulator_dtype(q.dtype))
-    out = q.new_empty((*q.shape[:3], kv.size(4)))
-    if seq.layout.ring_degree == 1:
-        return out, lse, kv.new_empty(0)
-    # Blocks move forward, so the last to arrive is that of the position after this one.
-    last_owner = (seq.groups.ring.rank + 1) % seq.layout.ring_degree
-    return out, lse, kv.new_empty((2, batch, seq.ring_lens[last_owner], kv.size(3), kv.size(4)))
+    batch, rows, local_heads, head_dim = q.shape
+    split = HeadSplit(seq.layout, heads, kv_heads)
+    row = batch * len(split.kv_ranges[seq.groups.ulysses.rank]) * (head_dim + value_dim)
+    return (
+        q.new_empty((batch, rows, local_heads, value_dim)),
+        q.new_empty((batch, local_heads, rows), dtype=accumulator_dtype(q.dtype)),
+        kv.new_empty(seq.kept_len * row),
+    )
 
 
 @torch.library.custom_op("hybridcp::ring_attention_backward", mutates_args=())
@@ -171,19 +192,34 @@ def ring_attention_backward(
     dout: Tensor,
     q: Tensor,
     kv: Tensor,
-    last: Tensor,
+    sinks: Tensor | None,
+    kept: Tensor,
     out: Tensor,
     lse: Tensor,
     seq: ShardedSequence,
     kernel: str,
     heads: int,
     kv_heads: int,
+    value_dim: int,
     softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `ring_attention`'s `out` for q and kv."""
-    attention = _block_attention(q, seq, kernel, heads, kv_heads, softmax_scale)
-    return ring_backward(
-        dout, q, kv, last, out, lse, seq.backward_steps, seq.ring_lens, seq.groups.ring, attention
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `ring_attention`'s `out` for q, kv and sinks (empty without sinks)."""
+    return ring_pass_backward(
+        dout,
+        q,
+        kv,
+        sinks,
+        kept,
+        out,
+        lse,
+        seq,
+        kernel,
+        heads,
+        kv_heads,
+        value_dim,
+        softmax_scale,
+        softcap,
     )
 
 
@@ -192,41 +228,33 @@ def _(
     dout: Tensor,
     q: Tensor,
     kv: Tensor,
-    last: Tensor,
+    sinks: Tensor | None,
+    kept: Tensor,
     out: Tensor,
     lse: Tensor,
     seq: ShardedSequence,
     kernel: str,
     heads: int,
     kv_heads: int,
+    value_dim: int,
     softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), kv.new_empty(kv.shape)
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), kv.new_empty(kv.shape), dsinks
 
 
 def _save_ring_attention(ctx: Any, inputs: Any, output: Any) -> None:
-    q, kv, *ctx.constants = inputs
-    out, lse, last = output
-    ctx.save_for_backward(q, kv, last, out, lse)
-    ctx.mark_non_differentiable(lse, last)
+    q, kv, sinks, *ctx.constants = inputs
+    out, lse, kept = output
+    ctx.save_for_backward(q, kv, sinks, kept, out, lse)
+    ctx.mark_non_differentiable(lse, kept)
 
 
 def _ring_attention_backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    q, kv, last, out, lse = ctx.saved_tensors
-    dq, dkv = ring_attention_backward(dout, q, kv, last, out, lse, *ctx.constants)
-    return dq, dkv, *(None for _ in ctx.constants)
+    q, kv, sinks, kept, out, lse = ctx.saved_tensors
+    dq, dkv, dsinks = ring_attention_backward(dout, q, kv, sinks, kept, out, lse, *ctx.constants)
+    return dq, dkv, None if sinks is None else dsinks, *(None for _ in ctx.constants)
 
 
 ring_attention.register_autograd(_ring_attention_backward, setup_context=_save_ring_attention)
-
-
-def _block_attention(
-    q: Tensor, seq: ShardedSequence, kernel: str, heads: int, kv_heads: int, softmax_scale: float
-) -> BlockAttention:
-    split = HeadSplit(seq.layout, heads, kv_heads)
-    request = Request(q.device.type, q.dtype, q.size(-1))
-    return BlockAttention(
-        kernel=select_kernel(kernel, request).kernel,
-        softmax_scale=softmax_scale,
-        kv_index=split.kernel_kv_heads(seq.groups.ulysses.rank),
-    )

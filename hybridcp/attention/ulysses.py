@@ -7,27 +7,30 @@ tokens (DeepSpeed Ulysses, arXiv 2309.14509, section 3):
     q                (1, 4, 8, D)               (1, 16, 2, D)
     k, v             (1, 4, 2, D) each          (1, 16, 1, D) each: ranks 0, 1 hold head 0
 
-q, k and v travel packed in one message. On the wire rows come first, so what arrives from the
-ranks in turn is already one array of all rows, whatever their lengths.
+q, k and v travel packed in one message, one part after the other. Neither rows nor heads need to
+divide: every part has its own size.
 
 Shapes: B batch, S rows of the ring position, L rows of this rank, H/K query/key-value heads of
-all ranks, h/n those of this rank, D head dim.
+all ranks, h/n those of this rank, D and Dv head dims of keys and values.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
-from einops import rearrange
 
 from hybridcp.attention.heads import HeadSplit
+from hybridcp.attention.kv_block import KVShape
 from hybridcp.attention.online_softmax import accumulator_dtype
 from hybridcp.distributed import Communicator
+
+Shape = tuple[int, int, int, int]
 
 
 def gather_seq_scatter_heads_qkv(
     q_BLHD: torch.Tensor,
     k_BLKD: torch.Tensor,
-    v_BLKD: torch.Tensor,
+    v_BLKE: torch.Tensor,
     split: HeadSplit,
     rank_lens: Sequence[int],
     ulysses: Communicator,
@@ -35,39 +38,47 @@ def gather_seq_scatter_heads_qkv(
     """All heads of this rank's rows → this rank's heads of all rows.
 
     Args:
-        q_BLHD, k_BLKD, v_BLKD: this rank's rows.
+        q_BLHD, k_BLKD, v_BLKE: this rank's rows.
         split: who computes which heads.
         rank_lens: rows of each Ulysses rank.
         ulysses: the Ulysses group.
 
     Returns:
-        Queries (B, S, h, D), and keys and values (2, B, S, n, D), both contiguous.
+        Queries (B, S, h, D) and the flat block (`kv_block`) of keys and values.
     """
     batch, rows, _, dim = q_BLHD.shape
-    widths = [_width(split, u) for u in range(ulysses.size)]
-    send_sizes = [rows * batch * width * dim for width in widths]
-    receive_sizes = [n * batch * widths[ulysses.rank] * dim for n in rank_lens]
-    sent = q_BLHD.new_empty(sum(send_sizes))
-    for u, block in enumerate(_blocks(sent, widths, rows, batch, dim)):
+    value_dim = v_BLKE.size(3)
+    me = ulysses.rank
+    sent, sizes = _buffer(
+        [_qkv_shapes(split, u, batch, rows, dim, value_dim) for u in range(ulysses.size)], q_BLHD
+    )
+    for u, parts in enumerate(_parts(sent, sizes)):
         queries, keys = split.q_ranges[u], split.kv_ranges[u]
-        block[:, :, : len(queries)] = _rows_first(q_BLHD, queries)
-        block[:, :, len(queries) : -len(keys)] = _rows_first(k_BLKD, keys)
-        block[:, :, -len(keys) :] = _rows_first(v_BLKD, keys)
-    received = sent.new_empty(sum(receive_sizes))
-    ulysses.all_to_all(received, sent, receive_sizes, send_sizes)
-    packed = received.view(sum(rank_lens), batch, widths[ulysses.rank], dim)
-    heads = split.heads_per_rank
-    q_BShD = rearrange(packed[:, :, :heads], "s b h d -> b s h d")
-    kv = rearrange(packed[:, :, heads:], "s b (two n) d -> two b s n d", two=2)
-    # Both are cut from one message; as results of an operator they must not share memory.
-    dense = torch.contiguous_format
-    return q_BShD.clone(memory_format=dense), kv.clone(memory_format=dense)
+        for part, whole, heads in zip(
+            parts, (q_BLHD, k_BLKD, v_BLKE), (queries, keys, keys), strict=True
+        ):
+            part.copy_(whole[:, :, heads.start : heads.stop])
+
+    received, receive_sizes = _buffer(
+        [_qkv_shapes(split, me, batch, n, dim, value_dim) for n in rank_lens], q_BLHD
+    )
+    _all_to_all(ulysses, received, receive_sizes, sent, sizes)
+    total = sum(rank_lens)
+    q_heads = q_BLHD.new_empty((batch, total, len(split.q_ranges[me]), dim))
+    shape = KVShape(batch, len(split.kv_ranges[me]), dim, value_dim)
+    block = shape.empty(total, q_BLHD)
+    gathered = (q_heads, *shape.views(block))
+    for rows_of_u, parts in zip(_slices(rank_lens), _parts(received, receive_sizes), strict=True):
+        for whole, part in zip(gathered, parts, strict=True):
+            whole[:, rows_of_u] = part
+    return q_heads, block
 
 
 def scatter_seq_gather_heads_qkv(
     dq_BShD: torch.Tensor,
-    dkv_2BSnD: torch.Tensor,
+    dblock: torch.Tensor,
     split: HeadSplit,
+    value_dim: int,
     rank_lens: Sequence[int],
     ulysses: Communicator,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -75,84 +86,121 @@ def scatter_seq_gather_heads_qkv(
 
     Args:
         dq_BShD: this rank's heads, all rows.
-        dkv_2BSnD: gradients of keys and of values.
+        dblock: flat gradient of keys and values.
         split, rank_lens, ulysses: as there.
+        value_dim: Dv.
 
     Returns:
-        dq (B, L, H, D), dk and dv (B, L, K, D): all heads of this rank's rows.
+        dq (B, L, H, D), dk (B, L, K, D) and dv (B, L, K, Dv): all heads of this rank's rows.
     """
-    batch, _, heads, dim = dq_BShD.shape
-    rows = rank_lens[ulysses.rank]
-    widths = [_width(split, u) for u in range(ulysses.size)]
-    send_sizes = [n * batch * widths[ulysses.rank] * dim for n in rank_lens]
-    receive_sizes = [rows * batch * width * dim for width in widths]
-    packed = dq_BShD.new_empty((sum(rank_lens), batch, widths[ulysses.rank], dim))
-    packed[:, :, :heads] = dq_BShD.transpose(0, 1)
-    packed[:, :, heads:] = rearrange(dkv_2BSnD, "two b s n d -> s b (two n) d")
-    received = packed.new_empty(sum(receive_sizes))
-    ulysses.all_to_all(received, packed.view(-1), receive_sizes, send_sizes)
+    batch, _, _, dim = dq_BShD.shape
+    me = ulysses.rank
+    rows = rank_lens[me]
+    shape = KVShape(batch, len(split.kv_ranges[me]), dim, value_dim)
+    gradients = (dq_BShD, *shape.views(dblock))
+    sent, sizes = _buffer(
+        [_qkv_shapes(split, me, batch, n, dim, value_dim) for n in rank_lens], dq_BShD
+    )
+    for rows_of_u, parts in zip(_slices(rank_lens), _parts(sent, sizes), strict=True):
+        for whole, part in zip(gradients, parts, strict=True):
+            part.copy_(whole[:, rows_of_u])
 
-    dq = packed.new_empty((batch, rows, split.heads, dim))
+    received, receive_sizes = _buffer(
+        [_qkv_shapes(split, u, batch, rows, dim, value_dim) for u in range(ulysses.size)], dq_BShD
+    )
+    _all_to_all(ulysses, received, receive_sizes, sent, sizes)
+    dtype = dq_BShD.dtype
     shared = sum(map(len, split.kv_ranges)) > split.kv_heads
-    dtype = accumulator_dtype(packed.dtype) if shared else packed.dtype
-    dk = packed.new_zeros((batch, rows, split.kv_heads, dim), dtype=dtype)
-    dv = torch.zeros_like(dk)
-    for u, block in enumerate(_blocks(received, widths, rows, batch, dim)):
+    sum_dtype = accumulator_dtype(dtype) if shared else dtype
+    dq = dq_BShD.new_empty((batch, rows, split.heads, dim))
+    dk = dq.new_zeros((batch, rows, split.kv_heads, dim), dtype=sum_dtype)
+    dv = dq.new_zeros((batch, rows, split.kv_heads, value_dim), dtype=sum_dtype)
+    for u, (of_q, of_k, of_v) in enumerate(_parts(received, receive_sizes)):
         queries, keys = split.q_ranges[u], split.kv_ranges[u]
-        dq[:, :, queries.start : queries.stop] = block[:, :, : len(queries)].transpose(0, 1)
-        dk[:, :, keys.start : keys.stop] += block[:, :, len(queries) : -len(keys)].transpose(0, 1)
-        dv[:, :, keys.start : keys.stop] += block[:, :, -len(keys) :].transpose(0, 1)
-    return dq, dk.to(packed.dtype), dv.to(packed.dtype)
+        dq[:, :, queries.start : queries.stop] = of_q
+        dk[:, :, keys.start : keys.stop] += of_k
+        dv[:, :, keys.start : keys.stop] += of_v
+    return dq, dk.to(dtype), dv.to(dtype)
 
 
 def scatter_seq_gather_heads(
-    x_BShD: torch.Tensor, rank_lens: Sequence[int], ulysses: Communicator
+    x_BShD: torch.Tensor, split: HeadSplit, rank_lens: Sequence[int], ulysses: Communicator
 ) -> torch.Tensor:
     """This rank's heads of all rows (B, S, h, D) → all heads of this rank's rows (B, L, H, D)."""
     batch, _, heads, dim = x_BShD.shape
     rows = rank_lens[ulysses.rank]
-    row_size = batch * heads * dim
-    sent = rearrange(x_BShD, "b s h d -> s b h d").contiguous()
-    received = sent.new_empty((ulysses.size, rows, batch, heads, dim))
-    ulysses.all_to_all(
-        received.view(-1),
-        sent.view(-1),
-        [rows * row_size] * ulysses.size,
-        [n * row_size for n in rank_lens],
+    sent, sizes = _buffer([[(batch, n, heads, dim)] for n in rank_lens], x_BShD)
+    for rows_of_u, (part,) in zip(_slices(rank_lens), _parts(sent, sizes), strict=True):
+        part.copy_(x_BShD[:, rows_of_u])
+    received, receive_sizes = _buffer(
+        [[(batch, rows, len(queries), dim)] for queries in split.q_ranges], x_BShD
     )
-    return rearrange(received, "u l b h d -> b l (u h) d").contiguous()
+    _all_to_all(ulysses, received, receive_sizes, sent, sizes)
+    return torch.cat([part for (part,) in _parts(received, receive_sizes)], dim=2)
 
 
 def gather_seq_scatter_heads(
-    x_BLHD: torch.Tensor, rank_lens: Sequence[int], ulysses: Communicator
+    x_BLHD: torch.Tensor, split: HeadSplit, rank_lens: Sequence[int], ulysses: Communicator
 ) -> torch.Tensor:
     """All heads of this rank's rows (B, L, H, D) → this rank's heads of all rows (B, S, h, D)."""
-    batch, rows, heads, dim = x_BLHD.shape
-    row_size = batch * (heads // ulysses.size) * dim
-    sent = rearrange(x_BLHD, "b l (u h) d -> u l b h d", u=ulysses.size).contiguous()
-    received = sent.new_empty((sum(rank_lens), batch, heads // ulysses.size, dim))
-    ulysses.all_to_all(
-        received.view(-1),
-        sent.view(-1),
-        [n * row_size for n in rank_lens],
-        [rows * row_size] * ulysses.size,
+    batch, rows, _, dim = x_BLHD.shape
+    heads = len(split.q_ranges[ulysses.rank])
+    sent, sizes = _buffer(
+        [[(batch, rows, len(queries), dim)] for queries in split.q_ranges], x_BLHD
     )
-    return rearrange(received, "s b h d -> b s h d").contiguous()
+    for queries, (part,) in zip(split.q_ranges, _parts(sent, sizes), strict=True):
+        part.copy_(x_BLHD[:, :, queries.start : queries.stop])
+    received, receive_sizes = _buffer([[(batch, n, heads, dim)] for n in rank_lens], x_BLHD)
+    _all_to_all(ulysses, received, receive_sizes, sent, sizes)
+    return torch.cat([part for (part,) in _parts(received, receive_sizes)], dim=1)
 
 
-def _width(split: HeadSplit, ulysses_rank: int) -> int:
-    """Heads that one rank receives for each row: its queries', keys' and values'."""
-    return len(split.q_ranges[ulysses_rank]) + 2 * len(split.kv_ranges[ulysses_rank])
+def _qkv_shapes(
+    split: HeadSplit, ulysses_rank: int, batch: int, rows: int, dim: int, value_dim: int
+) -> list[Shape]:
+    """Shapes of the q, k and v parts that one rank's heads need of some rows."""
+    heads, kv_heads = len(split.q_ranges[ulysses_rank]), len(split.kv_ranges[ulysses_rank])
+    return [
+        (batch, rows, heads, dim),
+        (batch, rows, kv_heads, dim),
+        (batch, rows, kv_heads, value_dim),
+    ]
 
 
-def _blocks(
-    flat: torch.Tensor, widths: Sequence[int], rows: int, batch: int, dim: int
-) -> Iterator[torch.Tensor]:
-    """The part of each Ulysses rank in a flat buffer, as (rows, batch, heads, dim)."""
-    pieces = flat.split([rows * batch * width * dim for width in widths])
-    for piece, width in zip(pieces, widths, strict=True):
-        yield piece.view(rows, batch, width, dim)
+def _buffer(
+    shapes: list[list[Shape]], like: torch.Tensor
+) -> tuple[torch.Tensor, list[list[Shape]]]:
+    """A flat tensor with room for the parts of every Ulysses rank, and their shapes."""
+    elements = sum(torch.Size(shape).numel() for of_rank in shapes for shape in of_rank)
+    return like.new_empty(elements), shapes
 
 
-def _rows_first(x_BLHD: torch.Tensor, heads: range) -> torch.Tensor:
-    return x_BLHD[:, :, heads.start : heads.stop].transpose(0, 1)
+def _parts(flat: torch.Tensor, shapes: list[list[Shape]]) -> Iterator[list[torch.Tensor]]:
+    """For each Ulysses rank its parts, as views of the flat tensor."""
+    start = 0
+    for of_rank in shapes:
+        parts = []
+        for shape in of_rank:
+            stop = start + torch.Size(shape).numel()
+            parts.append(flat[start:stop].view(shape))
+            start = stop
+        yield parts
+
+
+def _all_to_all(
+    ulysses: Communicator,
+    received: torch.Tensor,
+    receive_shapes: list[list[Shape]],
+    sent: torch.Tensor,
+    send_shapes: list[list[Shape]],
+) -> None:
+    receive_sizes, send_sizes = (
+        [sum(torch.Size(shape).numel() for shape in of_rank) for of_rank in shapes]
+        for shapes in (receive_shapes, send_shapes)
+    )
+    ulysses.all_to_all(received, sent, receive_sizes, send_sizes)
+
+
+def _slices(rank_lens: Sequence[int]) -> Iterator[slice]:
+    """Rows of each Ulysses rank within the ring position."""
+    return (slice(a, b) for a, b in pairwise([0, *accumulate(rank_lens)]))

@@ -48,10 +48,10 @@ def check_command(layout: LayoutFile, seq_len: SeqLen = "1M", mask: MaskText = "
 
     loaded = Layout.load(layout)
     tokens = parse_tokens(seq_len, "--seq-len", LayoutError)
-    report = check(Schedule(loaded.shard(tokens), parse_mask(mask)))
+    report = check(Schedule(loaded.shard(tokens), parse_mask(mask), loaded.exchange))
     print(
         f"Proved: ulysses {loaded.ulysses_degree} x ring {loaded.ring_degree}, "
-        f"{loaded.sharding}, {tokens} tokens, mask {mask}\n"
+        f"{loaded.sharding}, {loaded.exchange} exchange, {tokens} tokens, mask {mask}\n"
         f"  {report.pairs} (query, key) pairs, each computed exactly once, forward and backward\n"
         f"  {report.hops} sends of key/value blocks, each met by its receive\n"
         f"  {report.bands} kernel regions; the busiest ring position has "
@@ -77,7 +77,7 @@ def show_command(
 
     loaded = Layout.load(layout)
     sharding = loaded.shard(parse_tokens(seq_len, "--seq-len", LayoutError))
-    schedule = Schedule(sharding, parse_mask(mask))
+    schedule = Schedule(sharding, parse_mask(mask), loaded.exchange)
     print(rank_grid(loaded, ranks_per_node))
     print()
     print(token_map(loaded, sharding))

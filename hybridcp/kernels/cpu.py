@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hybridcp.kernels.cpu_tiles import Tile, tiles
-from hybridcp.kernels.protocol import Partial, PartialGradients, Request
+from hybridcp.kernels.padding import pad_to_one_dim
+from hybridcp.kernels.protocol import Partial, PartialGradients, Request, Scores
 from hybridcp.masks import Band
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -26,6 +27,8 @@ class CpuKernel:
             return f"it runs on the CPU only, got device {request.device_type!r}"
         if request.dtype not in _DTYPES:
             return f"it supports float64, float32, bfloat16 and float16, got {request.dtype}"
+        if request.softcap:
+            return "it has no softcap"
         return None
 
     def forward(
@@ -34,9 +37,11 @@ class CpuKernel:
         k: torch.Tensor,
         v: torch.Tensor,
         bands: Sequence[Band],
-        softmax_scale: float,
+        scores: Scores,
     ) -> Iterator[Partial]:
         """See `AttentionKernel.forward`."""
+        value_dim = v.shape[-1]
+        q, k, v = pad_to_one_dim(q, k, v)
         for tile in tiles(bands):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 _query_batch(q, tile),
@@ -44,11 +49,11 @@ class CpuKernel:
                 _key_batch(v, tile),
                 0.0,
                 tile.form != "full",
-                scale=softmax_scale,
+                scale=scores.softmax_scale,
             )
             yield Partial(
                 rows=tile.q_rows,
-                out=_rows(out, tile),
+                out=_rows(out, tile)[..., :value_dim],
                 lse=_rows(lse, tile).transpose(1, 2),
             )
 
@@ -61,10 +66,12 @@ class CpuKernel:
         out: torch.Tensor,
         lse: torch.Tensor,
         bands: Sequence[Band],
-        softmax_scale: float,
+        scores: Scores,
     ) -> Iterator[PartialGradients]:
         """See `AttentionKernel.backward`."""
+        head_dim, value_dim = q.shape[-1], v.shape[-1]
         dout, out = dout.to(q.dtype), out.to(q.dtype)
+        dout, q, k, v, out = pad_to_one_dim(dout, q, k, v, out)
         lse_BSH = lse.to(torch.promote_types(q.dtype, torch.float32)).transpose(1, 2)
         for tile in tiles(bands):
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -76,14 +83,14 @@ class CpuKernel:
                 _query_batch(lse_BSH, tile),
                 0.0,
                 tile.form != "full",
-                scale=softmax_scale,
+                scale=scores.softmax_scale,
             )
             yield PartialGradients(
                 q_rows=tile.q_rows,
                 k_rows=tile.k_rows,
-                dq=_rows(dq, tile),
-                dk=_rows(dk, tile),
-                dv=_rows(dv, tile),
+                dq=_rows(dq, tile)[..., :head_dim],
+                dk=_rows(dk, tile)[..., :head_dim],
+                dv=_rows(dv, tile)[..., :value_dim],
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hybridcp.kernels.flash_kernel import FlashKernel
-from hybridcp.kernels.protocol import Request
+from hybridcp.kernels.protocol import Request, Scores
 from hybridcp.kernels.varlen import Varlen, flash_refusal
 
 
@@ -51,6 +51,8 @@ class CudaBackend:
         refusal = flash_refusal(request)
         if refusal is None and not torch.backends.cuda.is_flash_attention_available():
             return f"torch {torch.__version__} was built without flash attention"
+        if refusal is None and request.softcap:
+            return "torch's flash operator has no softcap"
         return refusal
 
     def call_forward(
@@ -58,7 +60,7 @@ class CudaBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        softmax_scale: float,
+        scores: Scores,
         window: tuple[int, int],
         varlen: Varlen | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +75,7 @@ class CudaBackend:
             0.0,
             False,
             False,
-            scale=softmax_scale,
+            scale=scores.softmax_scale,
             window_size_left=window[0],
             window_size_right=window[1],
         )
@@ -87,7 +89,7 @@ class CudaBackend:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        softmax_scale: float,
+        scores: Scores,
         window: tuple[int, int],
         varlen: Varlen | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -110,7 +112,7 @@ class CudaBackend:
                 False,
                 no_dropout_state,
                 unused,
-                scale=softmax_scale,
+                scale=scores.softmax_scale,
                 window_size_left=window[0],
                 window_size_right=window[1],
             )

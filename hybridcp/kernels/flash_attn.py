@@ -9,7 +9,7 @@ import torch
 
 from hybridcp.errors import KernelError
 from hybridcp.kernels.flash_kernel import FlashKernel
-from hybridcp.kernels.protocol import Request
+from hybridcp.kernels.protocol import Request, Scores
 from hybridcp.kernels.varlen import Varlen, flash_refusal
 
 _INSTALL = "pip install flash-attn --no-build-isolation"
@@ -86,7 +86,7 @@ class FlashAttnBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        softmax_scale: float,
+        scores: Scores,
         window: tuple[int, int],
         varlen: Varlen | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +104,7 @@ class FlashAttnBackend:
             k=k,
             v=v,
             **_sequence_arguments(varlen),
-            **_common_arguments(softmax_scale, window),
+            **_common_arguments(scores, window),
             return_softmax=False,
         )
         return out, lse
@@ -117,7 +117,7 @@ class FlashAttnBackend:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        softmax_scale: float,
+        scores: Scores,
         window: tuple[int, int],
         varlen: Varlen | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,7 +140,7 @@ class FlashAttnBackend:
             dk=dk,
             dv=dv,
             **_sequence_arguments(varlen),
-            **_common_arguments(softmax_scale, window),
+            **_common_arguments(scores, window),
             deterministic=True,
         )
         return dq, dk, dv
@@ -157,13 +157,13 @@ def _sequence_arguments(varlen: Varlen | None) -> dict[str, Any]:
     }
 
 
-def _common_arguments(softmax_scale: float, window: tuple[int, int]) -> dict[str, Any]:
+def _common_arguments(scores: Scores, window: tuple[int, int]) -> dict[str, Any]:
     return {
         "dropout_p": 0.0,
-        "softmax_scale": softmax_scale,
+        "softmax_scale": scores.softmax_scale,
         "causal": False,
         "window_size_left": window[0],
         "window_size_right": window[1],
-        "softcap": 0.0,
+        "softcap": scores.softcap,
         "alibi_slopes": None,
     }

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hybridcp.kernels.protocol import Partial, PartialGradients, Request
+from hybridcp.kernels.protocol import Partial, PartialGradients, Request, Scores
 from hybridcp.kernels.varlen import FlashBackend, flash_backward, flash_forward
 from hybridcp.masks import Band
 
@@ -34,10 +34,10 @@ class FlashKernel:
         k: torch.Tensor,
         v: torch.Tensor,
         bands: Sequence[Band],
-        softmax_scale: float,
+        scores: Scores,
     ) -> Iterator[Partial]:
         """See `AttentionKernel.forward`."""
-        return flash_forward(self._backend, q, k, v, bands, softmax_scale)
+        return flash_forward(self._backend, q, k, v, bands, scores)
 
     def backward(
         self,
@@ -48,7 +48,7 @@ class FlashKernel:
         out: torch.Tensor,
         lse: torch.Tensor,
         bands: Sequence[Band],
-        softmax_scale: float,
+        scores: Scores,
     ) -> Iterator[PartialGradients]:
         """See `AttentionKernel.backward`."""
-        return flash_backward(self._backend, dout, q, k, v, out, lse, bands, softmax_scale)
+        return flash_backward(self._backend, dout, q, k, v, out, lse, bands, scores)

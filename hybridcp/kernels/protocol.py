@@ -17,12 +17,35 @@ Rows = slice | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores are made of q · k.
+
+    Attributes:
+        softmax_scale: factor of q · k.
+        softcap: then softcap · tanh(score / softcap); 0 for none.
+    """
+
+    softmax_scale: float
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """What a kernel is asked to support."""
+    """What a kernel is asked to support.
+
+    Attributes:
+        device_type: "cpu", "cuda", ….
+        dtype: of q, k and v.
+        head_dim: D of q and k.
+        value_head_dim: Dv of v and out.
+        softcap: whether scores are capped.
+    """
 
     device_type: str
     dtype: torch.dtype
     head_dim: int
+    value_head_dim: int
+    softcap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +54,7 @@ class Partial:
 
     Attributes:
         rows: which local query rows.
-        out: (B, rows, H, D), softmax over these keys alone; any float dtype.
+        out: (B, rows, H, Dv), softmax over these keys alone; any float dtype.
         lse: (B, H, rows), natural-log sum of exp of the scaled scores; float32 (or float64).
     """
 
@@ -72,16 +95,16 @@ class AttentionKernel(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         bands: Sequence[Band],
-        softmax_scale: float,
+        scores: Scores,
     ) -> Iterator[Partial]:
         """Attention over `bands` in pieces, to be merged by online softmax in the order given.
 
         Args:
             q: (B, Sq, H, D); last dim contiguous, any other strides.
             k: (B, Sk, K, D).
-            v: (B, Sk, K, D).
+            v: (B, Sk, K, Dv).
             bands: trimmed and disjoint, in local rows of q and k.
-            softmax_scale: factor of q · k.
+            scores: scale and cap of the scores.
 
         Yields:
             Pieces that cover each allowed pair exactly once. Rows may come in several pieces.
@@ -96,7 +119,7 @@ class AttentionKernel(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor,
         bands: Sequence[Band],
-        softmax_scale: float,
+        scores: Scores,
     ) -> Iterator[PartialGradients]:
         """Gradients of this block, given the *global* output and log-sum-exp.
 
@@ -104,9 +127,9 @@ class AttentionKernel(Protocol):
         add up exactly (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
         Args:
-            dout: (B, Sq, H, D), gradient of `out`.
-            q, k, v, bands, softmax_scale: as in `forward`, the same block.
-            out: (B, Sq, H, D), output over all keys.
+            dout: (B, Sq, H, Dv), gradient of `out`.
+            q, k, v, bands, scores: as in `forward`, the same block.
+            out: (B, Sq, H, Dv), output over all keys.
             lse: (B, H, Sq), log-sum-exp over all keys.
 
         Yields:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hybridcp.kernels.protocol import Partial, PartialGradients, Request
+from hybridcp.kernels.protocol import Partial, PartialGradients, Request, Scores
 from hybridcp.masks import Band
 
 _BLOCK_QUERIES = 128
@@ -36,12 +36,12 @@ class ReferenceKernel:
         k: torch.Tensor,
         v: torch.Tensor,
         bands: Sequence[Band],
-        softmax_scale: float,
+        scores: Scores,
     ) -> Iterator[Partial]:
         """See `AttentionKernel.forward`."""
         for band in bands:
             with _full_precision(q.device.type):
-                partial = _band_forward(q, k, v, band, softmax_scale)
+                partial = _band_forward(q, k, v, band, scores)
             yield partial
 
     def backward(
@@ -53,27 +53,27 @@ class ReferenceKernel:
         out: torch.Tensor,
         lse: torch.Tensor,
         bands: Sequence[Band],
-        softmax_scale: float,
+        scores: Scores,
     ) -> Iterator[PartialGradients]:
         """See `AttentionKernel.backward`."""
         for band in bands:
             with _full_precision(q.device.type):
-                gradients = _band_backward(dout, q, k, v, out, lse, band, softmax_scale)
+                gradients = _band_backward(dout, q, k, v, out, lse, band, scores)
             yield gradients
 
 
 def _band_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, softmax_scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
 ) -> Partial:
-    batch, _, heads, head_dim = q.shape
+    batch, _, heads, _ = q.shape
     dtype = _compute_dtype(q)
     grouped = (k.shape[2], heads // k.shape[2])
-    out = q.new_zeros((batch, *grouped, band.q_len, head_dim), dtype=dtype)
+    out = q.new_zeros((batch, *grouped, band.q_len, v.shape[3]), dtype=dtype)
     lse = q.new_full((batch, *grouped, band.q_len), -torch.inf, dtype=dtype)
     for block in _blocks(band):
-        scores = _scores(q, k, block, softmax_scale)
-        block_out = torch.einsum("bkgqs,bskd->bkgqd", scores.softmax(-1), _keys(v, block, dtype))
-        block_lse = scores.logsumexp(-1)
+        s = _masked_scores(q, k, block, scores)
+        block_out = torch.einsum("bkgqs,bskd->bkgqd", s.softmax(-1), _keys(v, block, dtype))
+        block_lse = s.logsumexp(-1)
         rows = slice(block.q0 - band.q0, block.q1 - band.q0)
         merged = torch.logaddexp(lse[..., rows], block_lse)
         kept = (lse[..., rows] - merged).exp()
@@ -95,13 +95,13 @@ def _band_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     band: Band,
-    softmax_scale: float,
+    scores: Scores,
 ) -> PartialGradients:
     dtype = _compute_dtype(q)
     kv_heads = k.shape[2]
     dq = q.new_zeros((q.shape[0], band.q_len, *q.shape[2:]), dtype=dtype)
     dk = k.new_zeros((k.shape[0], band.k_len, *k.shape[2:]), dtype=dtype)
-    dv = torch.zeros_like(dk)
+    dv = v.new_zeros((v.shape[0], band.k_len, *v.shape[2:]), dtype=dtype)
     for block in _blocks(band):
         q_BQKGD = _queries(q, kv_heads, block, dtype)
         dout_BQKGD = _queries(dout, kv_heads, block, dtype)
@@ -111,9 +111,13 @@ def _band_backward(
         lse_BKGQ = lse_BHQ.reshape(q.shape[0], kv_heads, -1, block.q_len)
         delta_BKGQ = (dout_BQKGD * out_BQKGD).sum(-1).permute(0, 2, 3, 1)
 
-        p = (_scores(q, k, block, softmax_scale) - lse_BKGQ[..., None]).exp()
+        s = _masked_scores(q, k, block, scores)
+        p = (s - lse_BKGQ[..., None]).exp()
         dp = torch.einsum("bqkgd,bskd->bkgqs", dout_BQKGD, v_BSKD)
-        ds = p * (dp - delta_BKGQ[..., None]) * softmax_scale
+        ds = p * (dp - delta_BKGQ[..., None]) * scores.softmax_scale
+        if scores.softcap:
+            # d tanh = 1 - tanh²; where masked, p is 0 and the score -inf.
+            ds *= 1 - (s / scores.softcap).masked_fill(s == -torch.inf, 0).square()
 
         q_rows = slice(block.q0 - band.q0, block.q1 - band.q0)
         k_rows = slice(block.k0 - band.k0, block.k1 - band.k0)
@@ -135,17 +139,19 @@ def _blocks(band: Band) -> Iterator[Band]:
                 yield block
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, block: Band, softmax_scale: float) -> torch.Tensor:
-    """Scaled scores of a block, (B, K, H / K, queries, keys); -inf where not allowed."""
+def _masked_scores(q: torch.Tensor, k: torch.Tensor, block: Band, scores: Scores) -> torch.Tensor:
+    """Scores of a block, (B, K, H / K, queries, keys); -inf where not allowed."""
     dtype = _compute_dtype(q)
     q_BQKGD = _queries(q, k.shape[2], block, dtype)
-    scores = torch.einsum("bqkgd,bskd->bkgqs", q_BQKGD, _keys(k, block, dtype)) * softmax_scale
+    s = torch.einsum("bqkgd,bskd->bkgqs", q_BQKGD, _keys(k, block, dtype)) * scores.softmax_scale
+    if scores.softcap:
+        s = scores.softcap * torch.tanh(s / scores.softcap)
     if not (block.has_lo or block.has_hi):
-        return scores
+        return s
     queries = torch.arange(block.q0, block.q1, device=q.device)
     keys = torch.arange(block.k0, block.k1, device=q.device)
     distance = keys - queries[:, None]
-    return scores.masked_fill((distance < block.lo) | (distance > block.hi), -torch.inf)
+    return s.masked_fill((distance < block.lo) | (distance > block.hi), -torch.inf)
 
 
 def _queries(x: torch.Tensor, kv_heads: int, block: Band, dtype: torch.dtype) -> torch.Tensor:

@@ -86,4 +86,8 @@ def _build(name: str) -> AttentionKernel:
 
 def _shown(request: Request) -> str:
     dtype = str(request.dtype).removeprefix("torch.")
-    return f"device {request.device_type!r}, {dtype}, head_dim {request.head_dim}"
+    dims = f"head_dim {request.head_dim}"
+    if request.value_head_dim != request.head_dim:
+        dims += f" and {request.value_head_dim}"
+    cap = ", softcap" if request.softcap else ""
+    return f"device {request.device_type!r}, {dtype}, {dims}{cap}"

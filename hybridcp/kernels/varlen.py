@@ -10,10 +10,10 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from hybridcp.errors import KernelError
-from hybridcp.kernels.protocol import Partial, PartialGradients, Request, Rows
+from hybridcp.kernels.padding import pad_to_one_dim
+from hybridcp.kernels.protocol import Partial, PartialGradients, Request, Rows, Scores
 from hybridcp.masks import Band
 
 MAX_HEAD_DIM = 256
@@ -53,7 +53,7 @@ class FlashBackend(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        softmax_scale: float,
+        scores: Scores,
         window: tuple[int, int],
         varlen: Varlen | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ class FlashBackend(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        softmax_scale: float,
+        scores: Scores,
         window: tuple[int, int],
         varlen: Varlen | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,8 +80,9 @@ def flash_refusal(request: Request) -> str | None:
         return f"it needs a CUDA device, got device {request.device_type!r}"
     if request.dtype not in (torch.float16, torch.bfloat16):
         return f"it supports float16 and bfloat16, got {request.dtype}"
-    if request.head_dim > MAX_HEAD_DIM:
-        return f"it supports head_dim up to {MAX_HEAD_DIM}, got {request.head_dim}"
+    largest = max(request.head_dim, request.value_head_dim)
+    if largest > MAX_HEAD_DIM:
+        return f"it supports head dims up to {MAX_HEAD_DIM}, got {largest}"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     major, minor = torch.cuda.get_device_capability()
@@ -138,28 +139,28 @@ def flash_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     bands: Sequence[Band],
-    softmax_scale: float,
+    scores: Scores,
 ) -> Iterator[Partial]:
     """`AttentionKernel.forward` by calls of a flash backend, one a group of bands.
 
     Raises:
         KernelError: more rows than int32 counts, or a log-sum-exp of an unknown layout.
     """
-    head_dim = q.shape[-1]
-    q, k, v = (_padded(x) for x in (q, k, v))
+    value_dim = v.shape[-1]
+    q, k, v = pad_to_one_dim(q, k, v, multiple=8)
     for group in group_bands(bands):
         call = _Call.of(group, q)
         out, lse = backend.call_forward(
             call.pack_q(q),
             call.pack_k(k),
             call.pack_k(v),
-            softmax_scale,
+            scores,
             call.window,
             call.varlen,
         )
         yield Partial(
             rows=call.q_rows,
-            out=call.unpack(out)[..., :head_dim],
+            out=call.unpack(out)[..., :value_dim],
             lse=call.unpack_lse(lse, backend.label),
         )
 
@@ -173,16 +174,16 @@ def flash_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     bands: Sequence[Band],
-    softmax_scale: float,
+    scores: Scores,
 ) -> Iterator[PartialGradients]:
     """`AttentionKernel.backward` by calls of a flash backend, one a group of bands.
 
     Raises:
         KernelError: more rows than int32 counts.
     """
-    head_dim = q.shape[-1]
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
     dout, out = dout.to(q.dtype), out.to(q.dtype)
-    dout, q, k, v, out = (_padded(x) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = pad_to_one_dim(dout, q, k, v, out, multiple=8)
     for group in group_bands(bands):
         call = _Call.of(group, q)
         dq, dk, dv = backend.call_backward(
@@ -192,7 +193,7 @@ def flash_backward(
             call.pack_k(v),
             call.pack_q(out),
             call.pack_lse(lse),
-            softmax_scale,
+            scores,
             call.window,
             call.varlen,
         )
@@ -201,7 +202,7 @@ def flash_backward(
             k_rows=call.k_rows,
             dq=call.unpack(dq)[..., :head_dim],
             dk=call.unpack(dk)[..., :head_dim],
-            dv=call.unpack(dv)[..., :head_dim],
+            dv=call.unpack(dv)[..., :value_dim],
         )
 
 
@@ -282,11 +283,6 @@ class _Call:
         if self.varlen is None:
             return lse
         return lse.reshape(lse.shape[0], self.batch, -1).transpose(0, 1)
-
-
-def _padded(x: torch.Tensor) -> torch.Tensor:
-    missing = -x.shape[-1] % 8
-    return F.pad(x, (0, missing)) if missing else x
 
 
 def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

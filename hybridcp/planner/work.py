@@ -7,8 +7,9 @@ of step (its bands, in local rows) is kept once, so pricing costs one kernel for
 from dataclasses import dataclass
 from functools import cached_property
 
+from hybridcp.band_merging import merge_bands
 from hybridcp.masks import UNBOUNDED, AttentionMask, Band
-from hybridcp.schedule import Schedule, merge_bands
+from hybridcp.schedule import Schedule
 from hybridcp.sharding import TokenRange
 
 EXACT_RING_DEGREE = 64

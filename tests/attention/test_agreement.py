@@ -75,7 +75,7 @@ DIFFERENCES = {
     "kv_heads": "kv_heads differs: 2 on rank 1; 4 on",
     "head_dim": "head_dim differs: 16 on rank 1; 8 on",
     "dtype": "dtype differs: torch.bfloat16 on rank 1; torch.float32 on",
-    "softmax_scale": "softmax_scale differs: 0.5 on rank 1; None on",
+    "softmax_scale": "scores differs: softmax_scale 0.5, softcap 0.0, no sinks on rank 1",
     "seq_len": "seq_len differs: 24 on",
     "mask": "sliding_window(3, 0) on rank 1",
     "documents": "mask differs",

@@ -1,14 +1,25 @@
 """What a call sends and how much it allocates: counted, and equal to the formulas."""
 
 from itertools import accumulate
+from typing import get_args
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import hybridcp
-from hybridcp import HybridAttention, Layout, ShardedSequence, causal, full, sliding_window
+from hybridcp import (
+    HybridAttention,
+    Layout,
+    Schedule,
+    ShardedSequence,
+    causal,
+    documents,
+    full,
+    sliding_window,
+)
 from hybridcp.distributed import Communicator, ContextParallelGroups
+from hybridcp.layout import Exchange
 from hybridcp.testing import run_threads
 
 
@@ -30,9 +41,9 @@ class Counting(Communicator):
         return super().exchange(send=send, to=to, **rest)
 
 
-def _bytes(groups, layout, seq_len, heads, kv_heads, dim, dtype):
+def _bytes(groups, layout, seq_len, heads, kv_heads, dim, dtype, mask=None):
     counting = ContextParallelGroups(Counting(groups.ring), Counting(groups.ulysses))
-    seq = ShardedSequence(layout, counting, seq_len=seq_len, mask=causal())
+    seq = ShardedSequence(layout, counting, seq_len=seq_len, mask=mask or causal())
     leaves = [
         torch.randn(1, seq.local_len, h, dim, dtype=dtype).requires_grad_()
         for h in (heads, kv_heads, kv_heads)
@@ -89,6 +100,27 @@ def test_the_plan_says_what_the_busiest_rank_sends(ulysses, ring, heads, kv_head
     assert planned.ring_forward == max(forward[1] for forward, _ in counted)
     assert planned.all_to_all_backward == max(backward[0] for _, backward in counted)
     assert planned.ring_backward == max(backward[1] for _, backward in counted)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [causal(), sliding_window(5, 0), causal() & documents([9, 30, 22])],
+    ids=["causal", "window", "documents"],
+)
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("exchange", get_args(Exchange))
+def test_ring_bytes_are_those_of_the_schedule(exchange, sharding, mask):
+    layout = Layout(ulysses_degree=2, ring_degree=4, sharding=sharding, exchange=exchange)
+    seq_len, dim, kv_heads = 61, 8, 4
+    schedule = Schedule(layout.shard(seq_len), mask, exchange)
+    row = 2 * dim * kv_heads // 2
+    arguments = (layout, seq_len, 8, kv_heads, dim, torch.bfloat16, mask)
+    for rank, (forward, backward) in enumerate(run_threads(_bytes, layout, *arguments)):
+        ring_rank, _ = layout.coordinates(rank)
+        steps, back = schedule.forward_steps(ring_rank), schedule.backward_steps(ring_rank)
+        assert forward[1] == sum(s.send.size for s in steps if s.send) * row * 2
+        gradients = sum(s.send_gradient.size for s in back if s.send_gradient) * row * 4
+        assert backward[1] == sum(s.send.size for s in back if s.send) * row * 2 + gradients
 
 
 def _peak_bytes(mask, seq_len, kernel):

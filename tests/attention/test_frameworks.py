@@ -10,7 +10,7 @@ from torch.utils.checkpoint import (
 )
 
 from hybridcp import HybridAttention, Layout, ShardedSequence, causal, init_mesh, sliding_window
-from hybridcp.attention import ring
+from hybridcp.attention import exchange
 from hybridcp.testing import run_threads
 
 N, HEADS, KV_HEADS, DIM = 33, 4, 2, 8
@@ -118,13 +118,13 @@ def _selective(groups, layout, hops):
 def test_selective_checkpointing_keeps_attention(monkeypatch):
     """The ring runs forward once: its result is kept, not computed and sent again."""
     calls = []
-    forward = ring.ring_forward
+    forward = exchange.forward_pass
 
-    def counted(*args):
+    def counted(*args, **options):
         calls.append(1)
-        return forward(*args)
+        return forward(*args, **options)
 
-    monkeypatch.setattr("hybridcp.attention.operators.ring_forward", counted)
+    monkeypatch.setattr(exchange, "forward_pass", counted)
     layout = Layout(ulysses_degree=1, ring_degree=1)
     run_threads(_selective, layout, layout, calls)
     assert len(calls) == 1

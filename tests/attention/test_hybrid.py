@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hybridcp import HybridAttention, Layout, causal, documents, full, sliding_window
+from hybridcp import Layout, causal, documents, full, sliding_window
 from hybridcp.testing import run_threads
-from tests.attention.cases import Case, check_all, run_case, run_cases, run_cases_in_threads
+from tests.attention.cases import Case, check_all, run_cases, run_cases_in_threads
 
 DEGREES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (4, 1), (1, 4), (4, 2), (2, 4)]
 MASKS = [
@@ -96,26 +96,8 @@ def test_window_edges_around_a_block_edge(sharding):
     check_all(cases, run_threads(run_cases_in_threads, layout, layout, cases))
 
 
-def _with_strided_inputs(groups, layout, case):
-    class Strided(torch.nn.Module):
-        def __init__(self, attention):
-            super().__init__()
-            self.attention = attention
-
-        def forward(self, q, k, v, seq, **options):
-            # Heads before rows in memory, as Hugging Face models have them, and a strided dim.
-            q = q.transpose(1, 2).contiguous().transpose(1, 2)
-            k = torch.stack([k, k], dim=2)[:, :, 0]
-            v = v.flip(1).flip(1).permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
-            assert not q.is_contiguous() or q.size(1) <= 1
-            return self.attention(q, k, v, seq, **options)
-
-    return run_case(layout, groups, case, Strided(HybridAttention(layout, groups)))
-
-
 @pytest.mark.parametrize("degrees", [(1, 1), (1, 3), (3, 1), (2, 2)], ids=id_of)
 def test_strides_do_not_matter(degrees):
     layout = Layout(ulysses_degree=degrees[0], ring_degree=degrees[1])
-    case = Case(29, heads=6, kv_heads=6, batch=3, softmax_scale=0.3)
-    results = run_threads(_with_strided_inputs, layout, layout, case)
-    check_all([case], [[actual] for actual in results])
+    case = Case(29, heads=6, kv_heads=6, batch=3, softmax_scale=0.3, strided=True)
+    check_all([case], run_threads(run_cases_in_threads, layout, layout, [case]))

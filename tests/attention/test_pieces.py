@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 
-from hybridcp import Layout
+from hybridcp import Layout, full
 from hybridcp.attention.heads import HeadSplit
+from hybridcp.attention.kv_block import KVShape
 from hybridcp.attention.online_softmax import OnlineSoftmax
+from hybridcp.attention.sinks import fold_in_sinks
 from hybridcp.attention.ulysses import (
     gather_seq_scatter_heads,
     gather_seq_scatter_heads_qkv,
@@ -15,12 +17,13 @@ from hybridcp.attention.ulysses import (
     scatter_seq_gather_heads_qkv,
 )
 from hybridcp.kernels.protocol import Partial
-from hybridcp.testing import run_threads
+from hybridcp.sharding import TokenRange
+from hybridcp.testing import reference_attention, run_threads
 
 HEADS = [
     (heads, kv_heads, degree)
     for heads, kv_heads, degree in itertools.product(range(1, 13), repeat=3)
-    if heads % kv_heads == 0 and heads % degree == 0
+    if heads % kv_heads == 0 and degree <= heads
 ]
 
 
@@ -29,6 +32,8 @@ def test_head_split_serves_every_query_head_its_own_key_head(heads, kv_heads, de
     split = HeadSplit(Layout(ulysses_degree=degree, ring_degree=1), heads, kv_heads)
     group = heads // kv_heads
     assert [h for queries in split.q_ranges for h in queries] == list(range(heads))
+    sizes = [len(queries) for queries in split.q_ranges]
+    assert max(sizes) - min(sizes) <= (heads % degree != 0)
     for u, (queries, keys) in enumerate(zip(split.q_ranges, split.kv_ranges, strict=True)):
         assert set(keys) == {h // group for h in queries}
         index = split.kernel_kv_heads(u)
@@ -82,12 +87,12 @@ def test_accumulators_are_never_narrower_than_float32(dtype):
     assert running.out.dtype == running.lse.dtype == expected
 
 
-def _labelled(batch, rows, heads, offset=0):
+def _labelled(batch, rows, heads, dim, offset):
     """Every entry says where it came from: batch · 10000 + row · 100 + head."""
     b = torch.arange(batch)[:, None, None] * 10000
     s = torch.arange(rows)[None, :, None] * 100
     h = torch.arange(heads)[None, None, :]
-    return (b + s + h + offset)[..., None].expand(batch, rows, heads, 2).double().contiguous()
+    return (b + s + h + offset)[..., None].expand(batch, rows, heads, dim).double().contiguous()
 
 
 def _transposes(groups, layout, heads, kv_heads, batch, rows):
@@ -96,15 +101,16 @@ def _transposes(groups, layout, heads, kv_heads, batch, rows):
     comm = groups.ulysses
     start = sum(rank_lens[: comm.rank])
     mine = slice(start, start + rank_lens[comm.rank])
-    whole = [_labelled(batch, rows, h, i * 0.25) for i, h in enumerate((heads, kv_heads, kv_heads))]
-    q, kv = gather_seq_scatter_heads_qkv(*(x[:, mine] for x in whole), split, rank_lens, comm)
+    sizes = [(heads, 3), (kv_heads, 3), (kv_heads, 2)]
+    whole = [_labelled(batch, rows, *size, i * 0.25) for i, size in enumerate(sizes)]
+    q, block = gather_seq_scatter_heads_qkv(*(x[:, mine] for x in whole), split, rank_lens, comm)
     queries, keys = split.q_ranges[comm.rank], split.kv_ranges[comm.rank]
-    assert torch.equal(q, whole[0][:, :, queries.start : queries.stop])
+    assert torch.equal(q, whole[0][:, :, queries.start : queries.stop]) and q.is_contiguous()
+    kv = KVShape(batch, len(keys), 3, 2).views(block)
     for x, expected in zip(kv, whole[1:], strict=True):
         assert torch.equal(x, expected[:, :, keys.start : keys.stop])
-    assert q.is_contiguous() and kv.is_contiguous()
 
-    dq, dk, dv = scatter_seq_gather_heads_qkv(q, kv, split, rank_lens, comm)
+    dq, dk, dv = scatter_seq_gather_heads_qkv(q, block, split, 2, rank_lens, comm)
     copies = torch.tensor(
         [sum(k in ranks for ranks in split.kv_ranges) for k in range(kv_heads)], dtype=torch.double
     )[:, None]
@@ -112,15 +118,49 @@ def _transposes(groups, layout, heads, kv_heads, batch, rows):
     assert torch.equal(dk, whole[1][:, mine] * copies)
     assert torch.equal(dv, whole[2][:, mine] * copies)
 
-    assert torch.equal(scatter_seq_gather_heads(q, rank_lens, comm), whole[0][:, mine])
-    assert torch.equal(gather_seq_scatter_heads(whole[0][:, mine], rank_lens, comm), q)
+    assert torch.equal(scatter_seq_gather_heads(q, split, rank_lens, comm), whole[0][:, mine])
+    assert torch.equal(gather_seq_scatter_heads(whole[0][:, mine], split, rank_lens, comm), q)
 
 
 @pytest.mark.parametrize("rows", [3, 8, 10])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
-    ("degree", "heads", "kv_heads"), [(2, 4, 4), (4, 4, 4), (4, 8, 2), (4, 8, 1), (3, 6, 2)]
+    ("degree", "heads", "kv_heads"),
+    [(2, 4, 4), (4, 4, 4), (4, 8, 2), (4, 8, 1), (3, 6, 2), (3, 7, 7), (4, 10, 5), (2, 3, 1)],
 )
 def test_transposes_move_every_entry_to_its_place(degree, heads, kv_heads, batch, rows):
     layout = Layout(ulysses_degree=degree, ring_degree=1)
     run_threads(_transposes, layout, layout, heads, kv_heads, batch, rows)
+
+
+def test_blocks_are_taken_and_added_by_rows():
+    shape = KVShape(batch=2, heads=3, head_dim=4, value_dim=5)
+    block = shape.empty(9, torch.zeros(0))
+    block.copy_(torch.arange(block.numel()))
+    rows = (TokenRange(1, 3), TokenRange(5, 9))
+    index = [1, 2, 5, 6, 7, 8]
+    taken = shape.take(block, rows)
+    for part, whole in zip(shape.views(taken), shape.views(block), strict=True):
+        assert torch.equal(part, whole[:, index])
+    assert shape.take(block, (TokenRange(0, 9),)) is block
+
+    total = torch.zeros_like(block)
+    shape.add(total, rows, taken)
+    shape.add(total, rows, taken)
+    for part, whole in zip(shape.views(total), shape.views(block), strict=True):
+        assert torch.equal(part[:, index], 2 * whole[:, index])
+        assert not part[:, [0, 3, 4]].any()
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_sink_is_a_key_without_a_value(has_key):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 3, 4, dtype=torch.float64) for n in (5, 7, 7))
+    sinks = torch.randn(3, dtype=torch.float64)
+    running = OnlineSoftmax(q, 4)
+    if has_key:
+        running.merge(Partial(slice(0, 5), *_attention(q, k, v)))
+    fold_in_sinks(running, sinks)
+    out, lse = reference_attention(q, k, v, full() if has_key else (), 1.0, sinks=sinks)
+    torch.testing.assert_close(running.out, out)
+    torch.testing.assert_close(running.lse, lse)

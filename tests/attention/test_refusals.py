@@ -53,7 +53,9 @@ REFUSED_TENSORS = {
     ),
     "kv heads do not divide": (tensors(k=(1, 4, 3, 8)), LayoutError, "multiple of kv_heads"),
     "more kv heads than heads": (tensors(k=(1, 4, 8, 8)), LayoutError, "multiple of kv_heads"),
-    "heads do not divide": (tensors(q=(1, 4, 3, 8), k=(1, 4, 1, 8)), LayoutError, "can be 1"),
+    "fewer heads than ulysses": (tensors(q=(1, 4, 1, 8), k=(1, 4, 1, 8)), LayoutError, "can be 1"),
+    "no value dim": (tensors(v=(1, 4, 2, 0)), InputError, "at least 1"),
+    "no tensor": ((None, *tensors()[1:]), InputError, "q must be a tensor, got NoneType"),
 }
 
 
@@ -75,10 +77,33 @@ def test_tensors_that_do_not_fit(name):
         assert words in outcome[1] and "\n" not in outcome[1]
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "0.1"])
-def test_a_scale_that_is_no_finite_number(scale):
-    for outcome in run_threads(_attempt, LAYOUT, *tensors(), {"softmax_scale": scale}):
-        assert outcome is not None and outcome[0] is InputError and "finite" in outcome[1]
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"softmax_scale": float("nan")}, "softmax_scale must be a finite number"),
+        ({"softmax_scale": "0.1"}, "softmax_scale must be a finite number"),
+        ({"softcap": -1.0}, "softcap must be a finite number ≥ 0"),
+        ({"softcap": float("inf")}, "softcap must be a finite number ≥ 0"),
+        ({"dropout_p": 0.1}, "dropout_p = 0.1: attention dropout in training is not supported"),
+        ({"sinks": torch.zeros(2)}, "sinks must be one logit for each of the 4 query heads"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, "floating point"),
+        ({"sinks": 0.5}, "sinks must be a local tensor, got float"),
+    ],
+)
+def test_options_that_cannot_be_honoured(options, words):
+    for outcome in run_threads(_attempt, LAYOUT, *tensors(), options):
+        assert outcome is not None and outcome[0] is InputError and words in outcome[1]
+
+
+def _eval_with_dropout(groups):
+    seq = ShardedSequence(LAYOUT, groups, seq_len=16)
+    attention = HybridAttention(LAYOUT, groups).eval()
+    q = torch.randn(1, seq.local_len, 4, 8)
+    return torch.equal(attention(q, q, q, seq, dropout_p=0.1), attention(q, q, q, seq))
+
+
+def test_dropout_is_ignored_in_eval():
+    assert all(run_threads(_eval_with_dropout, LAYOUT))
 
 
 def _with_sequence_of(groups, kind):

@@ -8,7 +8,14 @@ import torch
 
 from hybridcp.kernels.cuda import cuda_kernel
 from hybridcp.kernels.flash_attn import flash_attn_kernel
-from hybridcp.kernels.protocol import AttentionKernel, Partial, PartialGradients, Request, Rows
+from hybridcp.kernels.protocol import (
+    AttentionKernel,
+    Partial,
+    PartialGradients,
+    Request,
+    Rows,
+    Scores,
+)
 from hybridcp.kernels.reference import ReferenceKernel
 from hybridcp.masks import Band, causal, documents, sliding_window
 from tests.kernels.brute_force import make_case, random_bands
@@ -37,9 +44,9 @@ class OnGpu:
         k: torch.Tensor,
         v: torch.Tensor,
         bands: Sequence[Band],
-        softmax_scale: float,
+        scores: Scores,
     ) -> Iterator[Partial]:
-        for piece in self.kernel.forward(q.cuda(), k.cuda(), v.cuda(), bands, softmax_scale):
+        for piece in self.kernel.forward(q.cuda(), k.cuda(), v.cuda(), bands, scores):
             yield Partial(_cpu_rows(piece.rows), piece.out.cpu(), piece.lse.cpu())
 
     def backward(
@@ -51,10 +58,10 @@ class OnGpu:
         out: torch.Tensor,
         lse: torch.Tensor,
         bands: Sequence[Band],
-        softmax_scale: float,
+        scores: Scores,
     ) -> Iterator[PartialGradients]:
         inputs = (x.cuda() for x in (dout, q, k, v, out, lse))
-        for piece in self.kernel.backward(*inputs, bands, softmax_scale):
+        for piece in self.kernel.backward(*inputs, bands, scores):
             yield PartialGradients(
                 _cpu_rows(piece.q_rows),
                 _cpu_rows(piece.k_rows),
@@ -70,7 +77,7 @@ def _cpu_rows(rows: Rows) -> Rows:
 
 @pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.name)
 def kernel(request: pytest.FixtureRequest) -> OnGpu:
-    served = Request("cuda", torch.bfloat16, 64)
+    served = Request("cuda", torch.bfloat16, 64, 64)
     refusal = request.param.refusal(served)
     if refusal is not None:
         pytest.skip(refusal)

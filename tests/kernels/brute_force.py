@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridcp.kernels.protocol import Partial, PartialGradients
+from hybridcp.kernels.protocol import Partial, PartialGradients, Scores
 from hybridcp.masks import UNBOUNDED, Band
 
 
 @dataclass(frozen=True)
 class Case:
-    """One block of attention: (B, S, H, D) tensors and bands."""
+    """One block of attention: (B, S, H, D) tensors, the last dim of v and dout Dv, and bands."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
     bands: tuple[Band, ...]
-    softmax_scale: float
+    scores: Scores
 
     @property
     def allowed(self) -> torch.Tensor:
@@ -36,6 +36,8 @@ def make_case(
     heads: int = 2,
     kv_heads: int = 2,
     head_dim: int = 8,
+    value_dim: int | None = None,
+    softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     logit_gain: float = 1.0,
@@ -48,10 +50,10 @@ def make_case(
     return Case(
         q=normal(batch, q_len, heads, head_dim) * logit_gain,
         k=normal(batch, k_len, kv_heads, head_dim),
-        v=normal(batch, k_len, kv_heads, head_dim),
-        dout=normal(batch, q_len, heads, head_dim),
+        v=normal(batch, k_len, kv_heads, value_dim or head_dim),
+        dout=normal(batch, q_len, heads, value_dim or head_dim),
         bands=tuple(bands),
-        softmax_scale=0.8 * head_dim**-0.5,  # not the operators' default
+        scores=Scores(0.8 * head_dim**-0.5, softcap),  # not the operators' default scale
     )
 
 
@@ -67,28 +69,31 @@ def dense_mask(bands: Iterable[Band], q_len: int, k_len: int) -> torch.Tensor:
 
 
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, softmax_scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (B, Sq, H, D) and torch.logsumexp (B, H, Sq); rows without a key: 0 and -inf."""
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-    scores = torch.einsum("bqhd,bshd->bhqs", q, k) * softmax_scale
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    p = scores.softmax(-1).masked_fill(~allowed.any(-1)[:, None], 0)
-    return torch.einsum("bhqs,bshd->bqhd", p, v), scores.logsumexp(-1)
+    s = torch.einsum("bqhd,bshd->bhqs", q, k) * scores.softmax_scale
+    if scores.softcap:
+        s = scores.softcap * (s / scores.softcap).tanh()
+    s = s.masked_fill(~allowed, -torch.inf)
+    p = s.softmax(-1).masked_fill(~allowed.any(-1)[:, None], 0)
+    return torch.einsum("bhqs,bshd->bqhd", p, v), s.logsumexp(-1)
 
 
 def dense_gradients(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) by float64 autograd."""
     q, k, v = (x.double().requires_grad_() for x in (case.q, case.k, case.v))
-    out, _ = dense_attention(q, k, v, case.allowed, case.softmax_scale)
+    out, _ = dense_attention(q, k, v, case.allowed, case.scores)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), case.dout.double())
     return dq, dk, dv
 
 
-def merge(partials: Iterable[Partial], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(partials: Iterable[Partial], case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Online softmax over pieces, in float64: (out, lse) of all rows."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    q = case.q
+    out = torch.zeros(case.dout.shape, dtype=torch.float64)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float64)
     for partial in partials:
         rows = partial.rows

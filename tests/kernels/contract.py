@@ -28,11 +28,11 @@ def check_kernel(kernel: AttentionKernel, case: Case, blocks: int = 1, seed: int
     steps = key_blocks(rng, case.bands, case.k.shape[1], blocks) if case.bands else []
     dtype = case.q.dtype
     merged, lse = merge(
-        (p for bands in steps for p in kernel.forward(*qkv(case), bands, case.softmax_scale)),
-        case.q,
+        (p for bands in steps for p in kernel.forward(*qkv(case), bands, case.scores)),
+        case,
     )
     expected, expected_lse = dense_attention(
-        *(x.double() for x in qkv(case)), case.allowed, case.softmax_scale
+        *(x.double() for x in qkv(case)), case.allowed, case.scores
     )
     has_key = case.allowed.any(-1)
     assert relative_error(merged, expected) <= TOLERANCE[dtype]
@@ -46,21 +46,22 @@ def check_kernel(kernel: AttentionKernel, case: Case, blocks: int = 1, seed: int
 
 def check_pieces(kernel: AttentionKernel, case: Case) -> None:
     """Shapes and dtypes of the pieces, and each log-sum-exp in natural logarithm."""
-    batch, _, heads, head_dim = case.q.shape
+    batch, _, heads, _ = case.q.shape
+    value_dim = case.v.shape[-1]
     count = torch.zeros(case.q.shape[1], dtype=torch.float64)
     for band in case.bands:
         total = torch.full((batch, heads, case.q.shape[1]), -torch.inf, dtype=torch.float64)
-        for piece in kernel.forward(*qkv(case), (band,), case.softmax_scale):
+        for piece in kernel.forward(*qkv(case), (band,), case.scores):
             rows = torch.arange(case.q.shape[1])[piece.rows]
-            assert piece.out.shape == (batch, len(rows), heads, head_dim)
+            assert piece.out.shape == (batch, len(rows), heads, value_dim)
             assert piece.lse.shape == (batch, heads, len(rows))
             assert piece.lse.dtype in (torch.float32, torch.float64)
             assert len(set(rows.tolist())) == len(rows)
             assert bool(piece.lse.isfinite().all()), "every row of a piece has a key"
             total[:, :, rows] = torch.logaddexp(total[:, :, rows], piece.lse.double())
             count[rows] += 1
-        one = Case(*(x.double() for x in qkv(case)), case.dout, (band,), case.softmax_scale)
-        _, wanted = dense_attention(one.q, one.k, one.v, one.allowed, one.softmax_scale)
+        one = Case(*(x.double() for x in qkv(case)), case.dout, (band,), case.scores)
+        _, wanted = dense_attention(one.q, one.k, one.v, one.allowed, one.scores)
         seen = slice(band.q0, band.q1)
         assert relative_error(total[..., seen], wanted[..., seen]) <= LSE_TOLERANCE[case.q.dtype]
         assert bool((total[..., ~one.allowed.any(-1)] == -torch.inf).all())
@@ -86,7 +87,7 @@ def blockwise_gradients(
                 out.to(wide),
                 lse.to(wide),
                 bands,
-                case.softmax_scale,
+                case.scores,
             )
         ),
         case,
@@ -97,20 +98,18 @@ def check_rounding(kernel: AttentionKernel, case: Case, blocks: int) -> None:
     """Errors of the blockwise result are at most 1.5 times those of one attention call."""
     leaves = [x.transpose(1, 2).detach().requires_grad_() for x in qkv(case)]
     single = F.scaled_dot_product_attention(
-        *leaves, attn_mask=case.allowed, scale=case.softmax_scale, enable_gqa=True
+        *leaves, attn_mask=case.allowed, scale=case.scores.softmax_scale, enable_gqa=True
     )
     single_gradients = torch.autograd.grad(single, leaves, case.dout.transpose(1, 2))
     single_results = [x.detach().transpose(1, 2) for x in (single, *single_gradients)]
 
     steps = key_blocks(random.Random(0), case.bands, case.k.shape[1], blocks)
     out, lse = merge(
-        (p for bands in steps for p in kernel.forward(*qkv(case), bands, case.softmax_scale)),
-        case.q,
+        (p for bands in steps for p in kernel.forward(*qkv(case), bands, case.scores)),
+        case,
     )
     results = [out, *blockwise_gradients(kernel, case, steps, out, lse)]
-    expected_out, _ = dense_attention(
-        *(x.double() for x in qkv(case)), case.allowed, case.softmax_scale
-    )
+    expected_out, _ = dense_attention(*(x.double() for x in qkv(case)), case.allowed, case.scores)
     for name, actual, reference, expected in zip(
         ("out", "dq", "dk", "dv"),
         results,

@@ -28,7 +28,8 @@ def _flash_attn_forward(
         q_len, k_len, k_len, window_size_left, window_size_right, causal
     )
     results = [
-        flash_math.forward(*one, softmax_scale, allowed) for one in zip(q, k, v, strict=True)
+        flash_math.forward(*one, softmax_scale, softcap, allowed)
+        for one in zip(q, k, v, strict=True)
     ]
     out, lse = (torch.stack(part) for part in zip(*results, strict=True))
     return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
@@ -73,7 +74,7 @@ def _flash_attn_varlen_forward(
             causal,
         )
         out[q_rows], lse[:, q_rows] = flash_math.forward(
-            q[q_rows], k[k_rows], v[k_rows], softmax_scale, allowed
+            q[q_rows], k[k_rows], v[k_rows], softmax_scale, softcap, allowed
         )
     return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
 
@@ -109,7 +110,7 @@ def _flash_attn_backward(
     )
     for i in range(q.shape[0]):
         dq[i], dk[i], dv[i] = flash_math.backward(
-            dout[i], q[i], k[i], v[i], out[i], softmax_lse[i], softmax_scale, allowed
+            dout[i], q[i], k[i], v[i], out[i], softmax_lse[i], softmax_scale, softcap, allowed
         )
     return torch.empty(0)
 
@@ -163,6 +164,7 @@ def _flash_attn_varlen_backward(
             out[q_rows],
             softmax_lse[:, q_rows],
             softmax_scale,
+            softcap,
             allowed,
         )
     return torch.empty(0)
@@ -173,7 +175,7 @@ def _check_options(
 ) -> None:
     assert dropout_p == 0.0
     assert isinstance(softmax_scale, float)
-    assert softcap == 0.0
+    assert softcap >= 0.0
     assert alibi_slopes is None
 
 

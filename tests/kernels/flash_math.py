@@ -26,10 +26,15 @@ def flash_mask(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, allowed: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    softcap: float,
+    allowed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(S, H, D) tensors of one sequence; a row without keys gets output 0 and lse +inf."""
-    scores = _scores(q, k, scale, allowed)
+    scores = _scores(q, k, scale, softcap, allowed)
     empty = ~allowed.any(-1)
     p = scores.softmax(-1).masked_fill(empty[:, None], 0)
     out = torch.einsum("hqs,shd->qhd", p, _repeated(v, q))
@@ -44,13 +49,17 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
+    softcap: float,
     allowed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of one sequence from the given out (S, H, D) and lse (H, S)."""
-    p = (_scores(q, k, scale, allowed) - lse[..., None]).exp()
+    p = (_scores(q, k, scale, softcap, allowed) - lse[..., None]).exp()
     delta = (dout.float() * out.float()).sum(-1).T
     dp = torch.einsum("qhd,shd->hqs", dout.float(), _repeated(v, q))
     ds = p * (dp - delta[..., None]) * scale
+    if softcap:
+        capped = _scores(q, k, scale, softcap, torch.ones_like(allowed))
+        ds = ds * (1 - (capped / softcap) ** 2)
     dq = torch.einsum("hqs,shd->qhd", ds, _repeated(k, q))
     dk = torch.einsum("hqs,qhd->shd", ds, q.float())
     dv = torch.einsum("hqs,qhd->shd", p, dout.float())
@@ -88,8 +97,12 @@ def check_inputs(*tensors: torch.Tensor) -> None:
         assert min(x.shape) > 0
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, allowed: torch.Tensor) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float, allowed: torch.Tensor
+) -> torch.Tensor:
     scores = torch.einsum("qhd,shd->hqs", q.float(), _repeated(k, q)) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     return scores.masked_fill(~allowed, -torch.inf)
 
 

@@ -7,13 +7,13 @@ import torch
 from hybridcp.errors import KernelError
 from hybridcp.kernels.cuda import cuda_kernel
 from hybridcp.kernels.flash_attn import FlashAttnPackage, flash_attn_kernel, load_package
-from hybridcp.kernels.protocol import Request
+from hybridcp.kernels.protocol import Request, Scores
 from hybridcp.masks import Band, causal, documents
 from tests.kernels import flash_attn_stand_in
 from tests.kernels.brute_force import make_case
 from tests.kernels.contract import qkv
 
-SERVED = Request("cuda", torch.bfloat16, 128)
+SERVED = Request("cuda", torch.bfloat16, 128, 128)
 
 
 @pytest.fixture
@@ -64,9 +64,9 @@ def test_other_versions_are_refused(
 @pytest.mark.parametrize(
     ("request_", "word"),
     [
-        (Request("cpu", torch.bfloat16, 64), "CUDA"),
-        (Request("cuda", torch.float32, 64), "float32"),
-        (Request("cuda", torch.bfloat16, 264), "264"),
+        (Request("cpu", torch.bfloat16, 64, 64), "CUDA"),
+        (Request("cuda", torch.float32, 64, 64), "float32"),
+        (Request("cuda", torch.bfloat16, 264, 264), "264"),
     ],
     ids=["device", "dtype", "head_dim"],
 )
@@ -101,7 +101,7 @@ def test_an_unknown_log_sum_exp_names_the_version(change, lengths: list[int]) ->
     bands = (documents(lengths) & causal()).bands_for(16, 16)
     case = make_case(bands, 16, 16, dtype=torch.bfloat16)
     with pytest.raises(KernelError, match=r"flash-attn 2\.8\.3"):
-        list(kernel.forward(*qkv(case), case.bands, case.softmax_scale))
+        list(kernel.forward(*qkv(case), case.bands, case.scores))
 
 
 def test_more_rows_than_int32_counts_are_refused() -> None:
@@ -109,4 +109,4 @@ def test_more_rows_than_int32_counts_are_refused() -> None:
     q = torch.empty(1, rows, 1, 8, dtype=torch.bfloat16, device="meta")
     k = torch.empty(1, 4, 1, 8, dtype=torch.bfloat16, device="meta")
     with pytest.raises(KernelError, match="int32"):
-        list(cuda_kernel().forward(q, k, k, [Band(0, rows, 0, 4)], 1.0))
+        list(cuda_kernel().forward(q, k, k, [Band(0, rows, 0, 4)], Scores(1.0)))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridcp.kernels.cpu import CpuKernel
 from hybridcp.kernels.cuda import cuda_kernel
 from hybridcp.kernels.flash_attn import FlashAttnPackage, flash_attn_kernel
-from hybridcp.kernels.protocol import AttentionKernel, Partial
+from hybridcp.kernels.protocol import AttentionKernel, Partial, Scores
 from hybridcp.kernels.reference import ReferenceKernel
 from hybridcp.masks import UNBOUNDED, AttentionMask, Band, causal, documents, full, sliding_window
 from tests.kernels import flash_attn_stand_in, torch_flash_stand_in
@@ -88,6 +88,35 @@ def test_heads_and_head_dims(name: str, dtype: torch.dtype, kv_heads: int, head_
 
 
 @served
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 16), (24, 16), (33, 8)])
+def test_values_of_another_head_dim(
+    name: str, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> None:
+    case = mask_case(
+        sliding_window(6, 2) & documents([13, 11]),
+        24,
+        dtype=dtype,
+        batch=2,
+        heads=4,
+        head_dim=head_dim,
+        value_dim=value_dim,
+    )
+    check_kernel(KERNELS[name], case, blocks=3)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("reference", torch.float64), ("reference", torch.float32), ("flash_attn", torch.bfloat16)],
+    ids=["reference-float64", "reference-float32", "flash_attn-bfloat16"],
+)
+def test_softcap(name: str, dtype: torch.dtype, softcap: float) -> None:
+    mask = causal() & documents([13, 11])
+    case = mask_case(mask, 24, dtype=dtype, batch=2, heads=4, softcap=softcap, logit_gain=3.0)
+    check_kernel(KERNELS[name], case, blocks=3)
+
+
+@served
 @pytest.mark.parametrize(
     ("band", "q_len", "k_len"),
     [
@@ -121,7 +150,7 @@ def test_strided_inputs(name: str, dtype: torch.dtype) -> None:
         packed[:, :, 2],
         case.dout.transpose(1, 2).contiguous().transpose(1, 2),
         case.bands,
-        case.softmax_scale,
+        case.scores,
     )
     check_kernel(KERNELS[name], strided, blocks=3)
 
@@ -131,7 +160,7 @@ def test_a_query_that_follows_gaps_and_no_bands(name: str, dtype: torch.dtype) -
     bands = (Band(2, 6, 1, 5, hi=-1), Band(9, 13, 7, 11, hi=-2), Band(20, 22, 15, 17, hi=-5))
     check_kernel(KERNELS[name], make_case(bands, 24, 20, dtype=dtype, batch=2), blocks=2)
     empty = make_case((), 4, 4, dtype=dtype)
-    assert not list(KERNELS[name].forward(*qkv(empty), (), 1.0))
+    assert not list(KERNELS[name].forward(*qkv(empty), (), Scores(1.0)))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -149,7 +178,7 @@ def test_extreme_logits(name: str, dtype: torch.dtype) -> None:
     case = mask_case(causal(), 48, dtype=dtype, logit_gain=3e3, seed=5)
     kernel = KERNELS[name]
     check_pieces(kernel, case)
-    out, lse = merge(kernel.forward(*qkv(case), case.bands, case.softmax_scale), case.q)
+    out, lse = merge(kernel.forward(*qkv(case), case.bands, case.scores), case)
     assert float(lse.abs().max()) > 1e3
     gradients = kernel.backward(
         case.dout,
@@ -157,7 +186,7 @@ def test_extreme_logits(name: str, dtype: torch.dtype) -> None:
         out.to(dtype),
         lse.to(torch.promote_types(dtype, torch.float32)),
         case.bands,
-        case.softmax_scale,
+        case.scores,
     )
     for piece in gradients:
         assert all(bool(x.isfinite().all()) for x in (piece.dq, piece.dk, piece.dv))
@@ -169,7 +198,7 @@ def test_extreme_logits(name: str, dtype: torch.dtype) -> None:
 def test_two_runs_agree_bit_for_bit(name: str) -> None:
     case = mask_case(MASKS["documents-window"], 64, dtype=torch.bfloat16, batch=2)
     first, second = (
-        list(KERNELS[name].forward(*qkv(case), case.bands, case.softmax_scale)) for _ in range(2)
+        list(KERNELS[name].forward(*qkv(case), case.bands, case.scores)) for _ in range(2)
     )
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a.out, b.out)
@@ -213,9 +242,9 @@ def test_memory_is_linear_in_the_sequence(name: str, mask: str) -> None:
         case = mask_case(MASKS[mask], length, dtype=torch.float32, heads=1, kv_heads=1)
         kernel = KERNELS[name]
         with LargestTensor() as recorder:
-            partials = list(kernel.forward(*qkv(case), case.bands, case.softmax_scale))
+            partials = list(kernel.forward(*qkv(case), case.bands, case.scores))
             out, lse = case.q, partials[0].lse.new_zeros(1, 1, length)
-            list(kernel.backward(case.dout, *qkv(case), out, lse, case.bands, case.softmax_scale))
+            list(kernel.backward(case.dout, *qkv(case), out, lse, case.bands, case.scores))
         return recorder.elements
 
     bound = 128 * 512
@@ -226,8 +255,8 @@ def test_memory_is_linear_in_the_sequence(name: str, mask: str) -> None:
 def test_the_reference_ignores_autocast() -> None:
     case = mask_case(causal(), 32, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        partials = list(ReferenceKernel().forward(*qkv(case), case.bands, case.softmax_scale))
-    expected = list(ReferenceKernel().forward(*qkv(case), case.bands, case.softmax_scale))
+        partials = list(ReferenceKernel().forward(*qkv(case), case.bands, case.scores))
+    expected = list(ReferenceKernel().forward(*qkv(case), case.bands, case.scores))
     assert torch.equal(partials[0].out, expected[0].out)
 
 
@@ -254,11 +283,11 @@ def test_torchs_own_operators_take_the_calls_of_the_cuda_kernel(mask: str) -> No
     q = torch.empty(2, 64, 4, 33, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 64, 2, 33, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(2, 4, 64, device="meta")
-    for partial in kernel.forward(q, k, k, bands, 0.5):
+    for partial in kernel.forward(q, k, k, bands, Scores(0.5)):
         rows = partial.out.shape[1]
         assert partial.out.shape == (2, rows, 4, 33)
         assert partial.lse.shape == (2, 4, rows)
-    for piece in kernel.backward(q, q, k, k, q, lse, bands, 0.5):
+    for piece in kernel.backward(q, q, k, k, q, lse, bands, Scores(0.5)):
         assert piece.dq.shape[2:] == (4, 33)
         assert piece.dk.shape[2:] == piece.dv.shape[2:] == (2, 33)
 
@@ -271,8 +300,8 @@ def test_fake_tensors_have_the_shapes_of_real_ones(name: str, mask: str) -> None
     lse = torch.zeros(2, 4, 64)
 
     def shapes(q, k, v, lse):
-        partials = kernel.forward(q, k, v, case.bands, 0.5)
-        gradients = kernel.backward(q, q, k, v, q, lse, case.bands, 0.5)
+        partials = kernel.forward(q, k, v, case.bands, Scores(0.5))
+        gradients = kernel.backward(q, q, k, v, q, lse, case.bands, Scores(0.5))
         return [
             (x.shape, x.dtype)
             for piece in (*partials, *gradients)

@@ -5,8 +5,8 @@ from hybridcp.errors import HybridCPError, KernelError
 from hybridcp.kernels import KERNEL_NAMES, Request, explain_kernels, select_kernel
 from hybridcp.kernels.registry import check_kernel_name
 
-ON_CPU = Request("cpu", torch.float32, 64)
-ON_META = Request("meta", torch.float32, 64)
+ON_CPU = Request("cpu", torch.float32, 64, 64)
+ON_META = Request("meta", torch.float32, 64, 64)
 
 
 def test_auto_on_the_cpu_says_why_it_was_picked_and_why_not_the_others() -> None:
@@ -48,7 +48,7 @@ def test_an_unknown_name_lists_the_valid_ones() -> None:
 @pytest.mark.parametrize("name", ["auto", "cpu", "reference"])
 def test_whole_numbers_are_served_by_no_kernel(name: str) -> None:
     with pytest.raises(KernelError, match="int64"):
-        select_kernel(name, Request("cpu", torch.int64, 64))
+        select_kernel(name, Request("cpu", torch.int64, 64, 64))
 
 
 def test_explain_lists_every_kernel_in_order() -> None:
