@@ -127,7 +127,7 @@ def read_options(arguments: Sequence[str]) -> Options:
     layout, origin = _layout(given, sizes, mask, seq_len, dtype, device)
     layout.check_ranks(world_size())
     layout.check_heads(sizes.heads, sizes.kv_heads)
-    Schedule(layout.shard(seq_len), mask)
+    Schedule(layout.shard(seq_len, mask), mask)
     config = TrainConfig(
         model=DecoderConfig(
             corpus.vocab_size, sizes.layers, sizes.dim, sizes.heads, sizes.kv_heads

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from hybridcp.errors import HybridCPError
 from hybridcp.layout import Layout
-from hybridcp.masks import AttentionMask, Band, causal, documents, full, sliding_window
+from hybridcp.masks import (
+    AttentionMask,
+    Band,
+    causal,
+    chunked,
+    documents,
+    full,
+    prefix_lm,
+    sliding_window,
+)
 from hybridcp.proof import check
 from hybridcp.schedule import Schedule
 
@@ -31,10 +40,12 @@ __all__ = [
     "ShardedSequence",
     "causal",
     "check",
+    "chunked",
     "documents",
     "full",
     "init_mesh",
     "plan",
+    "prefix_lm",
     "sliding_window",
 ]
 

@@ -43,6 +43,11 @@ def _merge_neighbours(bands: list[Band], along_keys: bool) -> list[Band]:
 
 def _union(a: Band, b: Band) -> Band | None:
     """One band with exactly the pairs of two disjoint bands, if there is one."""
+    share_rows = a.q0 < b.q1 and b.q0 < a.q1
+    share_keys = a.k0 < b.k1 and b.k0 < a.k1
+    # Documents touch at their corners only: of such bands two pieces of one diagonal can join.
+    if not (share_rows or share_keys or (_is_diagonal(a) and _is_diagonal(b))):
+        return None
     total = a.pairs + b.pairs
     hull = (min(a.q0, b.q0), max(a.q1, b.q1), min(a.k0, b.k0), max(a.k1, b.k1))
     for lo in {a.lo, b.lo, -UNBOUNDED}:
@@ -52,3 +57,7 @@ def _union(a: Band, b: Band) -> Band | None:
             if hull_band.pairs == total and holds_both:
                 return hull_band.trimmed()
     return None
+
+
+def _is_diagonal(band: Band) -> bool:
+    return band.lo == band.hi or band.q_len == band.k_len == 1

@@ -12,8 +12,10 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hybridcp.balance import balanced
 from hybridcp.errors import LayoutError
-from hybridcp.sharding import Sharding, ShardingName, make_sharding
+from hybridcp.masks import AttentionMask
+from hybridcp.sharding import Sharding, ShardingName, check_sizes, make_sharding
 from hybridcp.yaml_files import explain, read_yaml
 
 Order = Literal["ulysses_inner", "ring_inner"]
@@ -41,7 +43,9 @@ class Layout(BaseModel):
         "ulysses_inner", description="Which axis has consecutive ranks: the Ulysses or the ring."
     )
     sharding: ShardingName = Field(
-        "zigzag", description="How tokens are dealt to ring positions; zigzag levels causal work."
+        "zigzag",
+        description="How tokens are dealt to ring positions: zigzag levels causal work, balanced "
+        "the work of any mask.",
     )
 
     exchange: Exchange = Field(
@@ -74,12 +78,20 @@ class Layout(BaseModel):
         ulysses_rank, ring_rank = divmod(cp_rank, self.ring_degree)
         return ring_rank, ulysses_rank
 
-    def shard(self, seq_len: int) -> Sharding:
+    def shard(self, seq_len: int, mask: AttentionMask | None = None) -> Sharding:
         """Which of `seq_len` global tokens each ring position and rank holds.
 
+        Args:
+            seq_len: N, global tokens.
+            mask: allowed pairs. `balanced` needs it; other shardings do not depend on it.
+
         Raises:
-            LayoutError: `seq_len` below 1.
+            LayoutError: `seq_len` below 1, or a balanced layout without a mask.
+            MaskError: the mask of a balanced layout does not fit `seq_len`.
         """
+        if self.sharding == "balanced" and mask is not None:
+            check_sizes(seq_len, self.ring_degree, self.ulysses_degree)
+            return balanced(seq_len, self.ring_degree, self.ulysses_degree, mask)
         return make_sharding(
             self.sharding,
             seq_len=seq_len,

@@ -8,14 +8,22 @@
 import re
 
 from hybridcp.errors import HybridCPError, MaskError
-from hybridcp.masks import AttentionMask, causal, documents, full, sliding_window
+from hybridcp.masks import (
+    AttentionMask,
+    causal,
+    chunked,
+    documents,
+    full,
+    prefix_lm,
+    sliding_window,
+)
 
 MOST_TOKENS = 1 << 40
 """Far above any sequence; larger counts are typing errors."""
 
 MASK_GRAMMAR = (
-    "a mask is `causal`, `full`, `window:LEFT[,RIGHT]` or `documents:LENGTH[*COUNT],…`, joined "
-    "by `&`, e.g. `causal & documents:128k*8`"
+    "a mask is `causal`, `full`, `window:LEFT[,RIGHT]`, `prefix:LENGTH`, `chunked:SIZE` or "
+    "`documents:LENGTH[*COUNT],…`, joined by `&`, e.g. `causal & documents:128k*8`"
 )
 
 
@@ -75,6 +83,9 @@ def _parse_part(part: str, whole: str) -> AttentionMask:
         return _parse_window(arguments, part)
     if name == "documents" and colon:
         return documents(_parse_lengths(arguments, part))
+    if name in ("prefix", "chunked") and colon:
+        tokens = parse_tokens(arguments, f"the number in {part!r}", MaskError)
+        return prefix_lm(tokens) if name == "prefix" else chunked(tokens)
     raise MaskError(f"cannot read {part!r} in the mask {whole!r}: {MASK_GRAMMAR}")
 
 

@@ -1,8 +1,8 @@
 """Attention masks as sets of disjoint bands: exact, closed under intersection, never dense.
 
-A `Band` is a rectangle of (query, key) positions cut by two diagonals. Full, causal,
-sliding-window and packed-document masks, and every intersection of them, are sets of bands,
-so work is counted in closed form and each trimmed band is one flash-attention call:
+A `Band` is a rectangle of (query, key) positions cut by two diagonals. Every mask here, and
+every intersection of them, is a set of bands, so work is counted in closed form and each
+trimmed band is one flash-attention call:
 
     causal()            sliding_window(2, 0)   documents([3, 3]) & causal()
     1 . . . . .         1 . . . . .            1 . . . . .
@@ -12,148 +12,69 @@ so work is counted in closed form and each trimmed band is one flash-attention c
     1 1 1 1 1 .         . . 1 1 1 .            . . . 1 1 .
     1 1 1 1 1 1         . . . 1 1 1            . . . 1 1 1
 
+    prefix_lm(3)        chunked(4)             chunked(4) & causal()
+    1 1 1 . . .         1 1 1 1 . .            1 . . . . .
+    1 1 1 . . .         1 1 1 1 . .            1 1 . . . .
+    1 1 1 . . .         1 1 1 1 . .            1 1 1 . . .
+    1 1 1 1 . .         1 1 1 1 . .            1 1 1 1 . .
+    1 1 1 1 1 .         . . . . 1 1            . . . . 1 .
+    1 1 1 1 1 1         . . . . 1 1            . . . . 1 1
+
 Rows are queries, columns are keys, both numbered from 0.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import SupportsIndex
 
+from hybridcp.bands import UNBOUNDED, Band, first_overlap, meeting_rows
 from hybridcp.errors import MaskError
 
-UNBOUNDED = 1 << 62
-"""Stands for an open end; far above any position, so plain integer arithmetic stays exact."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Band:
-    """The pairs with `q0 <= q < q1`, `k0 <= k < k1` and `lo <= k - q <= hi`.
-
-    `q1`, `k1` and `hi` may be `UNBOUNDED`, `lo` may be `-UNBOUNDED`.
-    """
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    lo: int = -UNBOUNDED
-    hi: int = UNBOUNDED
-
-    @property
-    def q_len(self) -> int:
-        """Number of query rows."""
-        return self.q1 - self.q0
-
-    @property
-    def k_len(self) -> int:
-        """Number of key columns."""
-        return self.k1 - self.k0
-
-    @property
-    def has_lo(self) -> bool:
-        """Whether `lo` is a bound."""
-        return self.lo > -UNBOUNDED
-
-    @property
-    def has_hi(self) -> bool:
-        """Whether `hi` is a bound."""
-        return self.hi < UNBOUNDED
-
-    @property
-    def pairs(self) -> int:
-        """Number of (query, key) pairs: two clipped arithmetic sums, no loop."""
-        if self.q0 >= self.q1 or self.k0 >= self.k1 or self.lo > self.hi:
-            return 0
-        below_hi = self._pairs_at_or_below(self.hi) if self.has_hi else self.q_len * self.k_len
-        return below_hi - (self._pairs_at_or_below(self.lo - 1) if self.has_lo else 0)
-
-    def _pairs_at_or_below(self, diagonal: int) -> int:
-        """Pairs of the rectangle with `k - q <= diagonal`."""
-        # Row q holds clip(q + first, 0, k_len) keys: nothing, then a ramp, then all.
-        first = diagonal + 1 - self.k0
-        ramp_start = min(max(self.q0, -first), self.q1)
-        ramp_end = min(max(self.q0, self.k_len - first), self.q1)
-        ramp_rows = ramp_end - ramp_start
-        ramp = ramp_rows * (ramp_start + ramp_end - 1 + 2 * first) // 2
-        return ramp + (self.q1 - ramp_end) * self.k_len
-
-    @property
-    def flash_window(self) -> tuple[int, int]:
-        """`window_size=(left, right)` of a trimmed band in flash-attn's convention.
-
-        flash-attn aligns windows to the bottom-right corner of (q_len, k_len) and writes -1 for
-        an open side (flash_attn_interface.py, `flash_attn_func`). A side that reaches over all
-        keys is read differently by its kernels; `hybridcp.kernels.varlen` cuts such bands.
-        """
-        corner = self.k_len - self.q_len
-        offset = self.k0 - self.q0
-        left = corner - (self.lo - offset) if self.has_lo else -1
-        right = (self.hi - offset) - corner if self.has_hi else -1
-        return left, right
-
-    def keys_of(self, q: int) -> range:
-        """The keys that query `q` sees in this band."""
-        if not self.q0 <= q < self.q1:
-            return range(0)
-        return range(max(self.k0, q + self.lo), max(min(self.k1, q + self.hi + 1), 0))
-
-    def trimmed(self) -> "Band | None":
-        """The one canonical form: every row has a key, every column a query; None if empty.
-
-        A diagonal that no longer cuts becomes unbounded.
-        """
-        q0 = max(self.q0, self.k0 - self.hi)
-        q1 = min(self.q1, self.k1 - self.lo)
-        k0 = max(self.k0, q0 + self.lo)
-        k1 = min(self.k1, q1 + self.hi)
-        if q0 >= q1 or k0 >= k1 or self.lo > self.hi:
-            return None
-        lo = self.lo if self.lo > k0 - (q1 - 1) else -UNBOUNDED
-        hi = self.hi if self.hi < (k1 - 1) - q0 else UNBOUNDED
-        return Band(q0, q1, k0, k1, lo, hi)
-
-    def intersect(self, other: "Band") -> "Band | None":
-        """The trimmed band of the pairs in both, or None."""
-        return Band(
-            max(self.q0, other.q0),
-            min(self.q1, other.q1),
-            max(self.k0, other.k0),
-            min(self.k1, other.k1),
-            max(self.lo, other.lo),
-            min(self.hi, other.hi),
-        ).trimmed()
-
-    def shifted(self, q_by: int, k_by: int) -> "Band":
-        """The same band with queries renumbered by `q_by` and keys by `k_by`."""
-        turn = k_by - q_by
-        return Band(
-            self.q0 + q_by,
-            self.q1 + q_by,
-            self.k0 + k_by,
-            self.k1 + k_by,
-            self.lo + turn if self.has_lo else self.lo,
-            self.hi + turn if self.has_hi else self.hi,
-        )
+__all__ = [
+    "UNBOUNDED",
+    "AttentionMask",
+    "Band",
+    "causal",
+    "chunked",
+    "documents",
+    "first_overlap",
+    "full",
+    "prefix_lm",
+    "sliding_window",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """A set of disjoint bands, and the packed documents they came from, if any.
+    """Which (query, key) pairs are allowed, for a sequence of any length.
 
     Combine with `&`. Apply to a sequence with `bands_for`.
 
+    Attributes:
+        bands: disjoint bands, before chunks cut them.
+        document_lengths: the packed documents that the bands came from, if any.
+        chunk_sizes: for each size, a pair is allowed only inside one chunk of so many positions.
+            Kept as sizes because chunks of an open sequence have no last one; ascending, without
+            multiples of one another, which cut nothing more.
+        label: how to show the mask; does not count in comparisons.
+
     Raises:
-        MaskError: two bands overlap (a pair would be counted twice).
+        MaskError: two bands overlap (a pair would be counted twice), or a chunk size is below 1.
     """
 
     bands: tuple[Band, ...]
     document_lengths: tuple[int, ...] | None = None
+    chunk_sizes: tuple[int, ...] = ()
     label: str = field(default="custom", compare=False)
 
     def __post_init__(self) -> None:
         trimmed = [band for given in self.bands if (band := given.trimmed())]
         object.__setattr__(self, "bands", tuple(sorted(trimmed)))
+        if any(size < 1 for size in self.chunk_sizes):
+            raise MaskError(f"chunk sizes of a mask must be ≥ 1, got {self.chunk_sizes}")
+        object.__setattr__(self, "chunk_sizes", _without_multiples(self.chunk_sizes))
         overlap = first_overlap(self.bands)
         if overlap is not None:
             first, second = overlap
@@ -172,16 +93,17 @@ class AttentionMask:
             )
         bands = tuple(
             band
-            for a, b in _meeting_rows(self.bands, other.bands)
+            for a, b in meeting_rows(self.bands, other.bands)
             if (band := a.intersect(b)) is not None
         )
-        return AttentionMask(bands, documents, f"{self.label} & {other.label}")
+        chunk_sizes = self.chunk_sizes + other.chunk_sizes
+        return AttentionMask(bands, documents, chunk_sizes, f"{self.label} & {other.label}")
 
     def __str__(self) -> str:
         return self.label
 
     def bands_for(self, q_len: int, k_len: int) -> tuple[Band, ...]:
-        """Trimmed disjoint bands over queries `[0, q_len)` and keys `[0, k_len)`.
+        """Trimmed disjoint bands over queries `[0, q_len)` and keys `[0, k_len)`, ascending.
 
         Raises:
             MaskError: `documents` lengths do not sum to the sequence length.
@@ -194,11 +116,25 @@ class AttentionMask:
                     f"{k_len} keys; the lengths must cover the sequence exactly"
                 )
         whole = Band(0, q_len, 0, k_len)
-        return tuple(b for band in self.bands if (b := band.intersect(whole)) is not None)
+        found = tuple(b for band in self.bands if (b := band.intersect(whole)) is not None)
+        return tuple(sorted(self._cut_by_chunks(found))) if self.chunk_sizes else found
 
     def pairs(self, q_len: int, k_len: int) -> int:
         """How many (query, key) pairs are allowed: the exact work of one head."""
         return sum(band.pairs for band in self.bands_for(q_len, k_len))
+
+    def _cut_by_chunks(self, bands: tuple[Band, ...]) -> Iterator[Band]:
+        """The parts of bounded bands that lie in one chunk of each size."""
+        end = max((max(band.q1, band.k1) for band in bands), default=0)
+        edges = sorted({edge for size in self.chunk_sizes for edge in range(0, end, size)} | {end})
+        for band in bands:
+            # Only chunks that hold both a query and a key of the band.
+            first = bisect_right(edges, max(band.q0, band.k0)) - 1
+            last = bisect_left(edges, min(band.q1, band.k1))
+            for start, stop in pairwise(edges[first : last + 1]):
+                part = band.intersect(Band(start, stop, start, stop))
+                if part is not None:
+                    yield part
 
 
 def full() -> AttentionMask:
@@ -232,6 +168,37 @@ def sliding_window(left: int, right: int) -> AttentionMask:
     return AttentionMask((band,), label=f"sliding_window({left}, {right})")
 
 
+def prefix_lm(prefix: int) -> AttentionMask:
+    """Every query sees keys 0..prefix - 1, and query q also those up to q.
+
+    The prefix counts from position 0 of the sequence: with `documents(lengths)` it is a prefix
+    of the first document alone. `prefix_lm(0)` is `causal()`.
+
+    Raises:
+        MaskError: `prefix` is no whole number ≥ 0.
+    """
+    if not _is_whole(prefix) or prefix < 0:
+        raise MaskError(f"prefix_lm() takes a whole number of tokens ≥ 0, got {prefix!r}")
+    # Queries behind the prefix see all up to themselves: one band, so one kernel call.
+    end = int(prefix)
+    bands = (Band(0, end, 0, end), Band(end, UNBOUNDED, 0, UNBOUNDED, hi=0))
+    return AttentionMask(bands, label=f"prefix_lm({prefix})")
+
+
+def chunked(size: int) -> AttentionMask:
+    """A query sees the keys of its own chunk: positions 0..size - 1, and so on.
+
+    Not causal by itself: chunked-local attention of a decoder is `chunked(size) & causal()`.
+    Chunks count from position 0 of the sequence, not of a document.
+
+    Raises:
+        MaskError: `size` is no whole number ≥ 1.
+    """
+    if not _is_whole(size) or size < 1:
+        raise MaskError(f"chunked() takes a whole number of tokens ≥ 1, got {size!r}")
+    return AttentionMask(full().bands, chunk_sizes=(int(size),), label=f"chunked({size})")
+
+
 def documents(lengths: Sequence[int]) -> AttentionMask:
     """Packed documents: a query sees the keys of its own document only.
 
@@ -251,41 +218,17 @@ def documents(lengths: Sequence[int]) -> AttentionMask:
         Band(start, end, start, end) for start, end in pairwise((0, *accumulate(lengths)))
     )
     shown = ", ".join(map(str, lengths)) if len(lengths) <= 4 else f"{len(lengths)} documents"
-    return AttentionMask(bands, lengths, f"documents({shown})")
+    return AttentionMask(bands, lengths, label=f"documents({shown})")
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, SupportsIndex) and not isinstance(value, bool)
 
 
-def first_overlap(bands: Sequence[Band]) -> tuple[Band, Band] | None:
-    """Two bands that share a (query, key) pair, or None if all are disjoint; sorted bands."""
-    opened: list[Band] = []
-    for band in bands:
-        opened = [other for other in opened if other.q1 > band.q0]
-        for other in opened:
-            if band.intersect(other) is not None:
-                return other, band
-        opened.append(band)
-    return None
-
-
-def _meeting_rows(left: Iterable[Band], right: Iterable[Band]) -> Iterator[tuple[Band, Band]]:
-    """Pairs of one band of each side whose query ranges meet; both sides sorted by `q0`."""
-    left, right = list(left), list(right)
-    open_left: list[Band] = []
-    open_right: list[Band] = []
-    i = j = 0
-    while i < len(left) or j < len(right):
-        take_left = j == len(right) or (i < len(left) and left[i].q0 <= right[j].q0)
-        band = left[i] if take_left else right[j]
-        others = open_right if take_left else open_left
-        others[:] = [other for other in others if other.q1 > band.q0]
-        for other in others:
-            yield (band, other) if take_left else (other, band)
-        if take_left:
-            open_left.append(band)
-            i += 1
-        else:
-            open_right.append(band)
-            j += 1
+def _without_multiples(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Ascending sizes whose chunk edges are those of all sizes."""
+    kept: list[int] = []
+    for size in sorted(sizes):
+        if not any(size % other == 0 for other in kept):
+            kept.append(size)
+    return tuple(kept)

@@ -94,6 +94,9 @@ class Schedule:
         self.mask = mask
         self.exchange = exchange
         self.bands = mask.bands_for(sharding.seq_len, sharding.seq_len)
+        # Both passes ask for the same, and most pairs of positions look alike in local rows.
+        self._between: dict[int, dict[int, tuple[Band, ...]]] = {}
+        self._merged: dict[tuple[Band, ...], tuple[Band, ...]] = {}
 
     @property
     def ring_degree(self) -> int:
@@ -123,10 +126,18 @@ class Schedule:
 
         Owners that the mask never pairs with this position are left out.
         """
-        found: dict[int, list[Band]] = {}
-        for owner, piece in self._pieces(ring_rank, self._by_query):
-            found.setdefault(owner, []).append(piece)
-        return {owner: merge_bands(bands) for owner, bands in found.items()}
+        if ring_rank not in self._between:
+            found: dict[int, list[Band]] = {}
+            for owner, piece in self._pieces(ring_rank, self._by_query):
+                found.setdefault(owner, []).append(piece)
+            merged = {owner: self._merge(tuple(bands)) for owner, bands in found.items()}
+            self._between[ring_rank] = merged
+        return self._between[ring_rank]
+
+    def _merge(self, bands: tuple[Band, ...]) -> tuple[Band, ...]:
+        if bands not in self._merged:
+            self._merged[bands] = merge_bands(list(bands))
+        return self._merged[bands]
 
     def mask_bands_at(self, q0: int, q1: int) -> list[Band]:
         """Global bands of the mask that meet queries `[q0, q1)`."""

@@ -50,12 +50,18 @@ class ShardedSequence(OpaqueBase):
         seq_len: int,
         mask: AttentionMask | None = None,
     ) -> None:
+        mask = mask if mask is not None else causal()
+        sharding = layout.shard(seq_len, mask)
+        self._set_up(layout, mesh, Schedule(sharding, mask, layout.exchange))
+
+    def _set_up(
+        self, layout: Layout, mesh: DeviceMesh | ContextParallelGroups, schedule: Schedule
+    ) -> None:
         self.layout = layout
         self.mesh = mesh
         self.groups = resolve_groups(layout, mesh)
         self.device = mesh_device(mesh)
-        mask = mask if mask is not None else causal()
-        self.schedule = Schedule(layout.shard(seq_len), mask, layout.exchange)
+        self.schedule = schedule
 
     def __repr__(self) -> str:
         return (
@@ -76,10 +82,10 @@ class ShardedSequence(OpaqueBase):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short digest of length, layout and mask: equal on all ranks that share a sequence."""
+        """Short digest of shards, layout and mask: equal on all ranks that share a sequence."""
         edges = chain.from_iterable(astuple(band) for band in self.schedule.bands)
         digest = hashlib.sha256(array("q", edges).tobytes())
-        digest.update(repr((self.seq_len, self.layout)).encode())
+        digest.update(repr((self.schedule.sharding, self.layout)).encode())
         return digest.hexdigest()[:12]
 
     @cached_property
@@ -142,7 +148,10 @@ class ShardedSequence(OpaqueBase):
         Raises:
             MaskError: the mask does not fit `seq_len`.
         """
-        return ShardedSequence(self.layout, self.mesh, seq_len=self.seq_len, mask=mask)
+        other = ShardedSequence.__new__(ShardedSequence)
+        schedule = Schedule(self.schedule.sharding, mask, self.layout.exchange)
+        other._set_up(self.layout, self.mesh, schedule)
+        return other
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part of a tensor that every rank holds whole.

@@ -9,6 +9,7 @@ tokens, each an even share of the ascending list. 16 tokens, ring_degree 2, ulys
     ring 1, ulysses 0     8  9 10 11               4  5  6  7
     ring 1, ulysses 1    12 13 14 15               8  9 10 11
 
+`balanced` (`hybridcp.balance`) levels the work of any mask; it alone depends on the mask.
 Zigzag (DualChunkSwap, head-tail) gives ring position r the chunks r and 2R - 1 - r of 2R, so
 each ring position has the same causal work. It is cut over the ring alone: a zigzag over all
 ranks would be wrong for `ulysses_degree > 1`. Nothing needs to divide: chunk sizes differ by
@@ -22,7 +23,7 @@ from typing import Literal, NamedTuple, get_args
 
 from hybridcp.errors import LayoutError
 
-ShardingName = Literal["contiguous", "zigzag"]
+ShardingName = Literal["contiguous", "zigzag", "balanced"]
 SHARDING_NAMES: tuple[ShardingName, ...] = get_args(ShardingName)
 
 
@@ -117,7 +118,7 @@ def even_cuts(length: int, parts: int) -> list[int]:
 def contiguous(seq_len: int, ring_degree: int, ulysses_degree: int) -> Sharding:
     """Ring position r holds the r-th of R consecutive ranges."""
     cuts = even_cuts(seq_len, ring_degree)
-    return _sharding(seq_len, ulysses_degree, [[(a, b)] for a, b in pairwise(cuts)])
+    return sharding_of(seq_len, ulysses_degree, [[(a, b)] for a, b in pairwise(cuts)])
 
 
 def zigzag(seq_len: int, ring_degree: int, ulysses_degree: int) -> Sharding:
@@ -125,20 +126,35 @@ def zigzag(seq_len: int, ring_degree: int, ulysses_degree: int) -> Sharding:
     cuts = even_cuts(seq_len, 2 * ring_degree)
     chunks = list(pairwise(cuts))
     pairs = [[chunks[r], chunks[2 * ring_degree - 1 - r]] for r in range(ring_degree)]
-    return _sharding(seq_len, ulysses_degree, pairs)
+    return sharding_of(seq_len, ulysses_degree, pairs)
 
 
 def make_sharding(
     name: ShardingName, *, seq_len: int, ring_degree: int, ulysses_degree: int
 ) -> Sharding:
-    """The sharding of that name.
+    """The sharding of that name, if it depends on sizes alone.
 
     Raises:
-        LayoutError: an unknown name, `seq_len` below 1, or a degree below 1.
+        LayoutError: an unknown name, `seq_len` below 1, a degree below 1, or `balanced`, which
+            needs a mask (`Layout.shard`).
     """
-    make = {"contiguous": contiguous, "zigzag": zigzag}.get(name)
-    if make is None:
+    if name not in SHARDING_NAMES:
         raise LayoutError(f"unknown sharding {name!r}; there are {', '.join(SHARDING_NAMES)}")
+    check_sizes(seq_len, ring_degree, ulysses_degree)
+    if name == "balanced":
+        raise LayoutError(
+            "a balanced sharding depends on the mask: pass it, layout.shard(seq_len, mask)"
+        )
+    make = {"contiguous": contiguous, "zigzag": zigzag}[name]
+    return make(seq_len, ring_degree, ulysses_degree)
+
+
+def check_sizes(seq_len: int, ring_degree: int, ulysses_degree: int) -> None:
+    """Raise unless each size is a whole number ≥ 1.
+
+    Raises:
+        LayoutError: the size and its value.
+    """
     for what, value in (
         ("seq_len", seq_len),
         ("ring_degree", ring_degree),
@@ -146,20 +162,20 @@ def make_sharding(
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise LayoutError(f"{what} must be a whole number ≥ 1, got {value!r}")
-    return make(seq_len, ring_degree, ulysses_degree)
 
 
-def _sharding(
+def sharding_of(
     seq_len: int, ulysses_degree: int, ring_ranges: Sequence[Sequence[tuple[int, int]]]
 ) -> Sharding:
-    joined = tuple(tuple(_joined(ranges)) for ranges in ring_ranges)
+    """The sharding in which ring position r holds `ring_ranges[r]`, in any order, some empty."""
+    joined = tuple(tuple(joined_ranges(ranges)) for ranges in ring_ranges)
     return Sharding(seq_len, ulysses_degree, joined)
 
 
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[TokenRange]:
-    """The same tokens without empty ranges, neighbours joined into one."""
+def joined_ranges(ranges: Sequence[tuple[int, int]]) -> list[TokenRange]:
+    """The same tokens, ascending, without empty ranges, neighbours joined into one."""
     found: list[TokenRange] = []
-    for start, stop in ranges:
+    for start, stop in sorted(ranges):
         if start == stop:
             continue
         if found and found[-1].stop == start:

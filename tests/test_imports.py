@@ -8,9 +8,12 @@ import pytest
 PURE = [
     "hybridcp",
     "hybridcp.errors",
+    "hybridcp.bands",
     "hybridcp.masks",
     "hybridcp.sharding",
     "hybridcp.yaml_files",
+    "hybridcp.balance",
+    "hybridcp.ring_load",
     "hybridcp.layout",
     "hybridcp.mask_text",
     "hybridcp.schedule",

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridcp.errors import LayoutError
+from hybridcp.balance import balanced
+from hybridcp.errors import LayoutError, MaskError
 from hybridcp.layout import Layout
+from hybridcp.masks import causal, documents
 from hybridcp.sharding import contiguous, zigzag
 
 SCHEMA = Path(__file__).parent.parent / "layouts" / "schema" / "layout.schema.json"
@@ -52,6 +54,24 @@ def test_shards_as_its_sharding_says():
     assert straight.shard(50) == contiguous(50, 3, 2)
     with pytest.raises(LayoutError, match="seq_len must be a whole number ≥ 1, got 0"):
         straight.shard(0)
+
+
+def test_a_balanced_layout_shards_for_a_mask():
+    mask = causal() & documents([30, 15, 5])
+    layout = Layout(ulysses_degree=2, ring_degree=3, sharding="balanced")
+    assert layout.shard(50, mask) == balanced(50, 3, 2, mask)
+    with pytest.raises(LayoutError, match="depends on the mask: pass it"):
+        layout.shard(50)
+    with pytest.raises(LayoutError, match="seq_len must be a whole number ≥ 1, got 0"):
+        layout.shard(0, mask)
+    with pytest.raises(MaskError, match="sum to 50"):
+        layout.shard(49, mask)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+def test_other_layouts_shard_alike_for_every_mask(name):
+    layout = Layout(ulysses_degree=2, ring_degree=3, sharding=name)
+    assert layout.shard(50, documents([30, 15, 5])) == layout.shard(50)
 
 
 def test_is_frozen():

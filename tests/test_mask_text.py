@@ -2,7 +2,7 @@ import pytest
 
 from hybridcp.errors import MaskError, PlanError
 from hybridcp.mask_text import parse_mask, parse_tokens
-from hybridcp.masks import causal, documents, full, sliding_window
+from hybridcp.masks import causal, chunked, documents, full, prefix_lm, sliding_window
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,8 @@ def test_wrong_token_counts(text):
         ("documents:1k*3,5", documents([1024, 1024, 1024, 5])),
         ("causal & documents:3,5", causal() & documents([3, 5])),
         ("documents:2*4&window:1,0", documents([2] * 4) & sliding_window(1, 0)),
+        ("prefix:1k", prefix_lm(1024)),
+        ("causal & chunked: 8", causal() & chunked(8)),
     ],
 )
 def test_masks(text, mask):
@@ -72,6 +74,12 @@ def test_masks(text, mask):
         "documents:0",
         "documents:3*0",
         "documents:1*99999999",
+        "prefix",
+        "prefix:",
+        "prefix:0",
+        "prefix:3,4",
+        "chunked:0",
+        "chunked:x",
         "causal &",
         "& causal",
     ],

@@ -1,6 +1,8 @@
 """The band algebra against brute force over every (query, key) pair."""
 
+from functools import reduce
 from itertools import product
+from operator import and_
 
 import pytest
 from hypothesis import given
@@ -12,9 +14,11 @@ from hybridcp.masks import (
     AttentionMask,
     Band,
     causal,
+    chunked,
     documents,
     first_overlap,
     full,
+    prefix_lm,
     sliding_window,
 )
 
@@ -181,6 +185,10 @@ ALLOWED = {
     "window": (sliding_window(2, 1), lambda q, k: q - 2 <= k <= q + 1),
     "left-window": (sliding_window(2, -1), lambda q, k: q - 2 <= k),
     "self": (sliding_window(0, 0), lambda q, k: q == k),
+    "prefix": (prefix_lm(3), lambda q, k: k < 3 or k <= q),
+    "prefix-0": (prefix_lm(0), lambda q, k: k <= q),
+    "chunked": (chunked(3), lambda q, k: q // 3 == k // 3),
+    "chunked-4": (chunked(4), lambda q, k: q // 4 == k // 4),
     "open-window": (sliding_window(-1, -1), lambda q, k: True),
     "documents": (
         documents(LENGTHS),
@@ -211,7 +219,7 @@ def test_masks_allow_what_they_say(name):
 def test_and_allows_what_both_allow(left, right):
     both = ALLOWED[left][0] & ALLOWED[right][0]
     assert mask_pairs(both) == mask_pairs(ALLOWED[left][0]) & mask_pairs(ALLOWED[right][0])
-    assert both.bands == (ALLOWED[right][0] & ALLOWED[left][0]).bands
+    assert both == ALLOWED[right][0] & ALLOWED[left][0]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 3))
@@ -224,6 +232,51 @@ def test_documents_with_a_window(lengths, left, right):
         for k in range(size)
     )
     assert mask.pairs(size, size) == expected
+
+
+kinds = st.one_of(
+    st.just(causal()),
+    st.just(full()),
+    st.builds(sliding_window, st.integers(-1, 5), st.integers(-1, 5)),
+    st.builds(prefix_lm, st.integers(0, SIDE + 2)),
+    st.builds(chunked, st.integers(1, SIDE + 2)),
+    st.builds(
+        lambda q0, rows, k0, columns: AttentionMask((Band(q0, q0 + rows, k0, k0 + columns),)),
+        *[st.integers(0, SIDE)] * 4,
+    ),
+)
+
+
+@given(st.lists(kinds, min_size=1, max_size=4), st.booleans())
+def test_any_masks_combine_in_any_order(masks, packed):
+    masks = [*masks, documents(LENGTHS)] if packed else masks
+    both = reduce(and_, masks)
+    assert mask_pairs(both) == set.intersection(*map(mask_pairs, masks))
+    turned = reduce(and_, masks[::-1])
+    assert both == turned and hash(both) == hash(turned)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 4), (4, 6), (4, 6, 9), (1, 5), (5, 12)])
+def test_chunks_of_several_sizes_cut_at_all_edges(sizes):
+    mask = reduce(and_, map(chunked, sizes))
+    assert mask_pairs(mask) == {
+        (q, k)
+        for q in range(SIDE)
+        for k in range(SIDE)
+        if all(q // size == k // size for size in sizes)
+    }
+
+
+def test_chunks_that_cut_nothing_more_are_forgotten():
+    assert chunked(4) & chunked(8) == chunked(4) == chunked(12) & chunked(4)
+    assert (chunked(6) & chunked(4)).chunk_sizes == (4, 6)
+    assert len(chunked(4).bands_for(1 << 20, 1 << 20)) == 1 << 18
+    assert chunked(4).pairs(10, 6) == 4 * 4 + 4 * 2
+
+
+def test_a_prefix_counts_from_the_start_of_the_sequence():
+    found = mask_pairs(prefix_lm(5) & documents(LENGTHS))
+    assert (0, 2) in found and (4, 3) not in found and (4, 5) not in found
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(3, 7), (7, 3), (1, 1)])
@@ -262,6 +315,10 @@ def test_masks_with_the_same_pairs_are_equal():
         (lambda: documents([2.7]), "got 2.7 at index 0"),
         (lambda: documents(["2"]), "got '2' at index 0"),
         (lambda: documents([True]), "got True at index 0"),
+        (lambda: prefix_lm(-1), "prefix_lm.. takes a whole number of tokens ≥ 0, got -1"),
+        (lambda: prefix_lm(1.5), "got 1.5"),
+        (lambda: chunked(0), "chunked.. takes a whole number of tokens ≥ 1, got 0"),
+        (lambda: AttentionMask((), chunk_sizes=(3, 0)), "chunk sizes of a mask must be ≥ 1"),
         (lambda: sliding_window(True, 0), "left must be a whole number"),
         (lambda: documents([3, 2]) & documents([2, 3]), "two different documents"),
         (lambda: AttentionMask((Band(0, 2, 0, 2), Band(1, 3, 1, 3))), "must be disjoint"),

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from hybridcp.band_merging import merge_bands
 from hybridcp.layout import Exchange
-from hybridcp.masks import Band, causal, documents, full, sliding_window
+from hybridcp.masks import (
+    Band,
+    causal,
+    chunked,
+    documents,
+    full,
+    prefix_lm,
+    sliding_window,
+)
 from hybridcp.schedule import Schedule, size_of
 from hybridcp.sharding import make_sharding
 
@@ -27,6 +35,8 @@ def masks_of(n):
         "causal": causal(),
         "window": sliding_window(3, 0),
         "two-sided": sliding_window(1, 2),
+        "prefix": prefix_lm(n // 2),
+        "chunked": causal() & chunked(5),
         "documents": documents(lengths),
         "causal-documents": causal() & documents(lengths),
         "window-documents": sliding_window(2, 0) & documents(lengths),

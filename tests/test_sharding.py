@@ -29,7 +29,12 @@ def every_sharding(name):
 
 
 def test_names_are_all_here():
-    assert set(MAKE) == set(SHARDING_NAMES)
+    assert {*MAKE, "balanced"} == set(SHARDING_NAMES)
+
+
+def test_a_balanced_sharding_asks_for_the_mask():
+    with pytest.raises(LayoutError, match=r"depends on the mask: pass it, layout.shard"):
+        make_sharding("balanced", seq_len=4, ring_degree=2, ulysses_degree=1)
 
 
 @pytest.mark.parametrize("name", MAKE)

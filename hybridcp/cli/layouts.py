@@ -33,7 +33,8 @@ SeqLen = Annotated[
 MaskText = Annotated[
     str,
     typer.Option(
-        help="causal, full, window:LEFT[,RIGHT], documents:LENGTH[*COUNT],... joined by &."
+        help="causal, full, window:LEFT[,RIGHT], prefix:LENGTH, chunked:SIZE, "
+        "documents:LENGTH[*COUNT],... joined by &."
     ),
 ]
 
@@ -48,7 +49,8 @@ def check_command(layout: LayoutFile, seq_len: SeqLen = "1M", mask: MaskText = "
 
     loaded = Layout.load(layout)
     tokens = parse_tokens(seq_len, "--seq-len", LayoutError)
-    report = check(Schedule(loaded.shard(tokens), parse_mask(mask), loaded.exchange))
+    allowed = parse_mask(mask)
+    report = check(Schedule(loaded.shard(tokens, allowed), allowed, loaded.exchange))
     print(
         f"Proved: ulysses {loaded.ulysses_degree} x ring {loaded.ring_degree}, "
         f"{loaded.sharding}, {loaded.exchange} exchange, {tokens} tokens, mask {mask}\n"
@@ -76,8 +78,9 @@ def show_command(
     from hybridcp.schedule import Schedule
 
     loaded = Layout.load(layout)
-    sharding = loaded.shard(parse_tokens(seq_len, "--seq-len", LayoutError))
-    schedule = Schedule(sharding, parse_mask(mask), loaded.exchange)
+    allowed = parse_mask(mask)
+    sharding = loaded.shard(parse_tokens(seq_len, "--seq-len", LayoutError), allowed)
+    schedule = Schedule(sharding, allowed, loaded.exchange)
     print(rank_grid(loaded, ranks_per_node))
     print()
     print(token_map(loaded, sharding))

@@ -37,7 +37,8 @@ def plan_command(
     mask: Annotated[
         str,
         typer.Option(
-            help="causal, full, window:LEFT[,RIGHT], documents:LENGTH[*COUNT],... joined by &."
+            help="causal, full, window:LEFT[,RIGHT], prefix:LENGTH, chunked:SIZE, "
+            "documents:LENGTH[*COUNT],... joined by &."
         ),
     ] = "causal",
     cluster: Annotated[

@@ -3,11 +3,11 @@
 from math import gcd
 from pathlib import Path
 
-from hybridcp.masks import AttentionMask
+from hybridcp.masks import AttentionMask, causal, full
 from hybridcp.planner.cluster import Cluster, load_cluster
 from hybridcp.planner.problem import Problem, make_problem
 from hybridcp.planner.result import PlanResult
-from hybridcp.planner.search import search
+from hybridcp.planner.search import MOST_BALANCED_POSITIONS, search
 from hybridcp.planner.units import count_of, format_tokens
 from hybridcp.planner.work import EXACT_RING_DEGREE, SAMPLED_POSITIONS, is_uniform
 
@@ -85,6 +85,8 @@ def _assumptions(problem: Problem) -> list[str]:
             assumed.append(
                 f"of rings above {EXACT_RING_DEGREE}, {SAMPLED_POSITIONS} positions are priced"
             )
+    if problem.ranks > MOST_BALANCED_POSITIONS and problem.mask not in (causal(), full()):
+        assumed.append(f"balanced shardings are searched for rings up to {MOST_BALANCED_POSITIONS}")
     return assumed
 
 

@@ -23,6 +23,9 @@ on one GPU differ by up to 9 % between sources, so smaller errors cannot be show
 
 INT32_ELEMENTS = 1 << 31
 
+MOST_BALANCED_POSITIONS = 256
+"""Longest ring for which a balanced sharding is searched: its cost grows with the square of R."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -90,6 +93,8 @@ def search(problem: Problem) -> tuple[list[Candidate], list[Rejected]]:
             )
             continue
         for layout in layouts(ulysses_degree, ring_degree):
+            if layout.sharding not in sharding_work:
+                continue
             sharding, work = sharding_work[layout.sharding]
             cost = price(problem, layout, sharding, work, pairs)
             warnings = tuple(_warnings(problem, layout, sharding, cost))
@@ -159,17 +164,22 @@ def _robustness(candidate: Candidate) -> tuple[object, ...]:
 def _prepared(
     problem: Problem, ulysses_degree: int, ring_degree: int
 ) -> tuple[Memory, dict[ShardingName, tuple[Sharding, RingWork]]]:
-    """What the orders of one split have in common."""
-    memory = None
-    prepared = {}
+    """What the orders of one split have in common: memory, and each sharding that is offered.
+
+    Balanced is left out where it comes to the same as a simpler sharding, and in long rings.
+    """
+    prepared: dict[ShardingName, tuple[Sharding, RingWork]] = {}
+    seen: set[Sharding] = set()
     for layout in layouts(ulysses_degree, ring_degree):
-        if layout.sharding not in prepared:
-            sharding = layout.shard(problem.seq_len)
-            work = ring_work(Schedule(sharding, problem.mask))
-            prepared[layout.sharding] = (sharding, work)
-            memory = memory or attention_memory(problem, sharding)
-    assert memory is not None
-    return memory, prepared
+        name = layout.sharding
+        if name in prepared or (name == "balanced" and ring_degree > MOST_BALANCED_POSITIONS):
+            continue
+        sharding = layout.shard(problem.seq_len, problem.mask)
+        if name != "balanced" or sharding not in seen:
+            seen.add(sharding)
+            prepared[name] = (sharding, ring_work(Schedule(sharding, problem.mask)))
+    first, _ = next(iter(prepared.values()))
+    return attention_memory(problem, first), prepared
 
 
 def _heads_reason(problem: Problem, ulysses_degree: int) -> str:

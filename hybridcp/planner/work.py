@@ -75,9 +75,13 @@ def sampled_positions(ring_degree: int) -> list[int]:
 
 def is_uniform(mask: AttentionMask) -> bool:
     """Whether the mask is two diagonals over the whole plane: full, causal or one window."""
-    return len(mask.bands) == 1 and (
-        mask.bands[0].q0 == mask.bands[0].k0 == 0
-        and mask.bands[0].q1 == mask.bands[0].k1 == UNBOUNDED
+    return (
+        len(mask.bands) == 1
+        and not mask.chunk_sizes
+        and (
+            mask.bands[0].q0 == mask.bands[0].k0 == 0
+            and mask.bands[0].q1 == mask.bands[0].k1 == UNBOUNDED
+        )
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridcp import Layout, causal, documents, full, sliding_window
+from hybridcp import Layout, causal, chunked, documents, full, prefix_lm, sliding_window
 from hybridcp.testing import run_threads
 from tests.attention.cases import Case, check_all, run_cases, run_cases_in_threads
 
@@ -14,6 +14,8 @@ MASKS = [
     sliding_window(9, 0),
     sliding_window(3, 4),
     causal() & documents([1, 13, 2, 30, 1]),
+    prefix_lm(11),
+    causal() & chunked(10),
     documents([20, 27]) & sliding_window(5, 5),
 ]
 

@@ -1,5 +1,7 @@
 """Rows without keys, ranks without work, extreme scores, precision, determinism, independence."""
 
+from typing import get_args
+
 import pytest
 import torch
 
@@ -14,12 +16,12 @@ from hybridcp import (
     full,
     sliding_window,
 )
+from hybridcp.layout import Exchange
 from hybridcp.testing import (
     MAX_ERROR_RATIO,
     MAX_FLOAT64_ERROR,
     AttentionResult,
     attention_errors,
-    error_ratio,
     reference_gradients,
     run_threads,
     single_device_error,
@@ -114,21 +116,27 @@ def test_scores_hundreds_apart(layout, dtype):
             assert getattr(errors, name) <= limit, (name, errors, plain)
 
 
-def test_bf16_error_does_not_grow_with_the_ring():
-    """Accumulators in bf16 would give a factor of 4 for out and 7 for dk and dv."""
-    case = Case(512, causal(), heads=2, kv_heads=2, head_dim=32, dtype=torch.bfloat16)
+@pytest.mark.parametrize("exchange", get_args(Exchange))
+@pytest.mark.parametrize(("kernel", "growth"), [("cpu", 1.3), ("reference", 1.1)])
+def test_bf16_error_does_not_grow_with_the_ring(kernel, growth, exchange):
+    """Accumulators in bf16 would give a factor of 4 for out and 7 for dk and dv.
+
+    The CPU kernel rounds each partial result to bf16; the reference kernel does not, so there only
+    what the executor rounds is left, and a travelling gradient in bf16 shows at once.
+    """
+    case = Case(
+        512, causal(), heads=2, kv_heads=2, head_dim=32, dtype=torch.bfloat16, kernel=kernel
+    )
     exact = reference_gradients(*case.inputs(), case.mask)
-    ratios, errors = {}, {}
+    errors = {}
     for ring_degree in (1, 2, 4, 8, 16):
-        layout = Layout(ulysses_degree=1, ring_degree=ring_degree)
+        layout = Layout(ulysses_degree=1, ring_degree=ring_degree, exchange=exchange)
         actual = run_threads(run_cases_in_threads, layout, layout, [case])[0][0]
-        ratios[ring_degree] = error_ratio(actual, *case.inputs(), case.mask)
+        case.check(actual)
         errors[ring_degree] = attention_errors(actual, exact, case.inputs()[3])
-    for ring_degree, ratio in ratios.items():
-        assert ratio.worst <= 1.5, (ring_degree, ratio)
     for name in ("out", "dq", "dk", "dv"):
         largest = max(getattr(error, name) for error in errors.values())
-        assert largest <= 1.3 * getattr(errors[1], name), (name, errors)
+        assert largest <= growth * getattr(errors[1], name), (name, errors)
 
 
 def _twice(groups, layout, case):

@@ -12,9 +12,10 @@ from typing import get_args
 import pytest
 import torch
 
-from hybridcp import Layout, causal, documents, full, sliding_window
+from hybridcp import Layout, causal, chunked, documents, full, prefix_lm, sliding_window
 from hybridcp.distributed import Communicator, ContextParallelGroups
 from hybridcp.layout import Exchange
+from hybridcp.sharding import SHARDING_NAMES
 from hybridcp.testing import (
     MAX_ERROR_RATIO,
     AttentionResult,
@@ -41,7 +42,7 @@ def draw_layout(rng: random.Random) -> Layout:
         ulysses_degree=ulysses_degree,
         ring_degree=world_size // ulysses_degree,
         order=rng.choice(["ulysses_inner", "ring_inner"]),
-        sharding=rng.choice(["contiguous", "zigzag"]),
+        sharding=rng.choice(SHARDING_NAMES),
         exchange=rng.choice(get_args(Exchange)),
     )
 
@@ -53,6 +54,8 @@ def draw_mask(rng: random.Random, seq_len: int):
             full(),
             sliding_window(rng.randint(0, seq_len), 0),
             sliding_window(rng.randint(-1, 9), rng.randint(-1, 9)),
+            prefix_lm(rng.randint(0, seq_len)),
+            causal() & chunked(rng.randint(1, seq_len)),
         ]
     )
     if rng.random() < 0.5:
@@ -120,5 +123,8 @@ def check(layout: Layout, case: Case, actual: AttentionResult) -> None:
         plain = single_device_error(*case.inputs(), case.mask, case.dtype, **case.options())
         for name in ("out", "dq", "dk", "dv", "dsinks"):
             single = max(getattr(plain, name), getattr(one_call, name))
-            limit = MAX_ERROR_RATIO * max(single, ROUNDING[case.dtype])
+            # Over a handful of numbers one unlucky rounding shows.
+            few = name == "dsinks" or case.seq_len < 16
+            rounding = ROUNDING[case.dtype] * (3 if few else 1)
+            limit = MAX_ERROR_RATIO * max(single, rounding)
             assert getattr(errors, name) <= limit, f"{where}; {name} {errors} {one_call} {plain}"

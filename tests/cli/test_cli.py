@@ -146,6 +146,19 @@ def test_show(layout_file, capsys):
     assert "ring 3   1.00  ####################" in out
 
 
+def test_balanced_layouts_are_shown_and_proved_for_a_mask(tmp_path, capsys):
+    path = str(tmp_path / "layout.yaml")
+    Layout(ulysses_degree=2, ring_degree=2, sharding="balanced").save(path)
+    options = [path, "--seq-len", "64k", "--mask", "causal & documents:40k,24k"]
+    assert run(["show", *options]) == 0
+    out = capsys.readouterr().out
+    assert "65536 tokens, balanced" in out
+    assert "rank 0 holds [0, 10240) + [30720, 36864): 16384 tokens" in out
+    assert "ring 1   1.00  ####################" in out
+    assert run(["check", *options]) == 0
+    assert "the busiest ring position has 1.00 x the mean work" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("ranks", [1, 7, 256, 1000])
 @pytest.mark.parametrize("order", ["ulysses_inner", "ring_inner"])
 def test_show_fits_the_page(tmp_path, ranks, order, capsys):

@@ -116,6 +116,37 @@ def test_causal_prefers_zigzag():
     assert by_sharding["contiguous"] > 1.5 * by_sharding["zigzag"]
 
 
+UNEVEN = "causal & documents:8k,700k,1000,16k,200k,17432,82k"
+
+
+def test_uneven_documents_prefer_balanced():
+    result = plan(heads=8, kv_heads=4, ranks=16, seq_len="1048576", mask=UNEVEN)
+    best = {}
+    for candidate in result.candidates:
+        if candidate.layout.ring_degree == 4:
+            name = candidate.layout.sharding
+            best[name] = min(best.get(name, candidate), candidate, key=lambda c: c.total_s)
+    assert best["balanced"].total_s < 0.8 * best["zigzag"].total_s
+    assert best["balanced"].price.busiest_share < 1.05 < 1.2 < best["zigzag"].price.busiest_share
+    assert result.best.layout.sharding == "balanced"
+    assert ", balanced" in str(result)
+    shares = {c["layout"]["sharding"]: c["busiest_share"] for c in result.to_dict()["candidates"]}
+    assert shares["balanced"] < shares["zigzag"]
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window:100"])
+def test_balanced_is_not_offered_where_it_changes_nothing(mask):
+    result = plan(heads=7, ranks=8, seq_len="64k", mask=mask)
+    assert "balanced" not in {c.layout.sharding for c in result.candidates}
+
+
+def test_balanced_is_searched_in_rings_up_to_256():
+    result = plan(heads=1, ranks=257, seq_len=4096, mask="prefix:1k")
+    assert "balanced" not in {c.layout.sharding for c in result.candidates}
+    assert "rings up to 256" in " ".join(result.assumptions)
+    assert "rings up to 256" not in " ".join(plan(heads=1, ranks=257).assumptions)
+
+
 def test_assumptions_name_every_default():
     text = " ".join(plan(heads=32, ranks=8).assumptions)
     for word in ("32 kv_heads", "head_dim 128", "1M tokens", "causal", "bf16", "h100-8"):
