@@ -146,9 +146,10 @@ def _twice(groups, layout, case):
     )
 
 
+@pytest.mark.parametrize("exchange", get_args(Exchange))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_inputs_same_bits(dtype):
-    layout = Layout(ulysses_degree=2, ring_degree=4)
+def test_same_inputs_same_bits(dtype, exchange):
+    layout = Layout(ulysses_degree=2, ring_degree=4, exchange=exchange)
     case = Case(200, causal() & documents([77, 123]), kv_heads=2, dtype=dtype)
     assert all(run_threads(_twice, layout, layout, case))
 
