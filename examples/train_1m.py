@@ -32,7 +32,8 @@ from text_corpus import Corpus
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybridcp import HybridAttention, HybridCPError, Layout, ShardedSequence, init_mesh
-from hybridcp.distributed import Communicator, ContextParallelGroups
+from hybridcp.communicator import Communicator
+from hybridcp.distributed import ContextParallelGroups
 from hybridcp.errors import InputError
 from hybridcp.training import (
     count_targets,
@@ -161,8 +162,7 @@ def max_over_ranks(value: float, groups: ContextParallelGroups, device: str) -> 
     """The largest value of all ranks. A collective."""
     largest = torch.tensor(value, device=device)
     for communicator in (groups.ring, groups.ulysses):
-        if communicator.size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=communicator.group)
+        communicator.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hybridcp.balance import balanced
 from hybridcp.errors import LayoutError
@@ -19,7 +19,7 @@ from hybridcp.sharding import Sharding, ShardingName, check_sizes, make_sharding
 from hybridcp.yaml_files import explain, read_yaml
 
 Order = Literal["ulysses_inner", "ring_inner"]
-Exchange = Literal["ring", "direct"]
+Exchange = Literal["ring", "direct", "allgather"]
 
 
 class Layout(BaseModel):
@@ -29,7 +29,8 @@ class Layout(BaseModel):
         layout.save("layout.yaml"); Layout.load("layout.yaml") == layout
 
     Raises:
-        LayoutError: an unknown key, or a degree that is not a whole number ≥ 1.
+        LayoutError: an unknown key, a degree that is not a whole number ≥ 1, or an
+            `inner_ring_size` that does not divide the ring or goes with another exchange.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -47,11 +48,16 @@ class Layout(BaseModel):
         description="How tokens are dealt to ring positions: zigzag levels causal work, balanced "
         "the work of any mask.",
     )
-
     exchange: Exchange = Field(
         "ring",
-        description="How keys and values travel: the whole block around the ring, or direct: to "
-        "each position only the rows that it sees.",
+        description="How keys and values travel: the whole block around the ring; direct: to "
+        "each position only the rows that it sees; allgather: all to all at once.",
+    )
+    inner_ring_size: int | None = Field(
+        None,
+        ge=2,
+        description="Double ring: positions of one inner ring, a divisor of ring_degree; blocks go "
+        "around it before they hop to the next.",
     )
 
     def __init__(self, **data: Any) -> None:
@@ -59,6 +65,25 @@ class Layout(BaseModel):
             super().__init__(**data)
         except ValidationError as problem:
             raise LayoutError(explain(problem, type(self))) from None
+
+    @model_validator(mode="after")
+    def _check_inner_ring(self) -> Self:
+        size = self.inner_ring_size
+        if size is None:
+            return self
+        if self.exchange != "ring":
+            raise ValueError(
+                f"inner_ring_size {size} splits the ring of exchange 'ring', but exchange is "
+                f"{self.exchange!r}; leave inner_ring_size out"
+            )
+        if self.ring_degree % size or size == self.ring_degree:
+            legal = [d for d in _divisors(self.ring_degree) if 1 < d < self.ring_degree]
+            can_be = f"it can be {_listed(legal)}" if legal else "no size is, so leave it out"
+            raise ValueError(
+                f"inner_ring_size must divide ring_degree {self.ring_degree} and be smaller, got "
+                f"{size}; {can_be}"
+            )
+        return self
 
     @property
     def cp_degree(self) -> int:
@@ -142,7 +167,7 @@ class Layout(BaseModel):
             LayoutError: the file cannot be written.
         """
         header = "".join(f"# {line}\n" for line in comment.splitlines())
-        text = header + yaml.safe_dump(self.model_dump(), sort_keys=False)
+        text = header + yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
         try:
             Path(path).write_text(text, encoding="utf-8")
         except OSError as reason:

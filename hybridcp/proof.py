@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from hybridcp.errors import ScheduleError
 from hybridcp.masks import Band, first_overlap
-from hybridcp.schedule import Rows, Schedule, Step
+from hybridcp.schedule import Schedule
+from hybridcp.steps import Rows, Step
 from hybridcp.transfer_proof import check_transfers
 
 
@@ -21,7 +22,8 @@ class CheckReport:
     Attributes:
         pairs: allowed (query, key) pairs, each computed exactly once in each pass.
         bands: kernel regions over all ring positions and steps of one pass.
-        hops: sends of key/value blocks in the forward pass, each met by its receive.
+        hops: messages with keys and values in the forward pass, each met by its receive; an
+            all-gather is none of them.
         busiest_share: pairs of the busiest ring position ÷ mean.
     """
 
@@ -45,22 +47,22 @@ def check(schedule: Schedule) -> CheckReport:
         if _work_by_owner(forward[r]) != _work_by_owner(backward[r]):
             raise ScheduleError(f"ring position {r}: forward and backward compute different bands")
 
-    sharding = schedule.sharding
     work = [sum(_checked_pairs(schedule, r, step) for step in forward[r]) for r in positions]
-    allowed = schedule.mask.pairs(sharding.seq_len, sharding.seq_len)
+    allowed = schedule.mask.pairs(schedule.sharding.seq_len, schedule.kv_sharding.seq_len)
     if sum(work) != allowed:
         raise ScheduleError(f"{sum(work)} pairs are computed, but the mask allows {allowed}")
     return CheckReport(
         pairs=allowed,
         bands=sum(len(step.bands) for steps in forward for step in steps),
-        hops=sum(step.send is not None for steps in forward for step in steps),
+        hops=sum(len(step.sends) for steps in forward for step in steps),
         busiest_share=max(work) * len(work) / allowed if allowed else 1.0,
     )
 
 
 def _checked_pairs(schedule: Schedule, ring_rank: int, step: Step) -> int:
     """Pairs of one step, after showing that its bands are disjoint and inside the mask."""
-    here = f"ring position {ring_rank}, block of {step.kv_owner}"
+    of_owner = "gathered blocks" if step.kv_owner is None else f"block of {step.kv_owner}"
+    here = f"ring position {ring_rank}, {of_owner}"
     overlap = first_overlap(sorted(step.bands))
     if overlap is not None:
         raise ScheduleError(f"{here}: {overlap[0]} and {overlap[1]} compute a pair twice")
@@ -96,10 +98,12 @@ def _global_pieces(schedule: Schedule, band: Band, ring_rank: int, step: Step) -
 
 def _present_keys(schedule: Schedule, step: Step) -> list[tuple[range, int]]:
     """Global positions of the present keys, each run with its first row in the present block."""
+    if step.kv_owner is None:
+        return [(range(schedule.kv_sharding.seq_len), 0)]
     found = []
     offset = 0
     for rows in step.kv_rows:
-        for piece, row in schedule.sharding.local_rows(step.kv_owner):
+        for piece, row in schedule.kv_sharding.local_rows(step.kv_owner):
             first, last = max(rows.start, row), min(rows.stop, row + piece.size)
             if first < last:
                 keys = range(piece.start + first - row, piece.start + last - row)
@@ -108,5 +112,7 @@ def _present_keys(schedule: Schedule, step: Step) -> list[tuple[range, int]]:
     return found
 
 
-def _work_by_owner(steps: tuple[Step, ...]) -> dict[int, tuple[Rows, tuple[Band, ...]]]:
+def _work_by_owner(
+    steps: tuple[Step, ...],
+) -> dict[int | None, tuple[Rows, tuple[Band, ...]]]:
     return {step.kv_owner: (step.kv_rows, step.bands) for step in steps}

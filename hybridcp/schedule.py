@@ -1,72 +1,26 @@
 """The schedule: for each ring position, which block is present when, and what is computed.
 
 Mask × sharding becomes an explicit list of steps, in local row numbers. Checking, pricing,
-drawing and running a layout all read these same steps. A block is the keys and values of one ring
-position, or the rows of it that are needed. R ring positions:
+drawing and running a layout all read these same steps. How keys and values get to the queries:
 
-`ring`, forward: at step t position r holds the block of position (r - t) mod R, received from
-r - 1; while it computes, it passes that block on to r + 1. R - 1 hops. Backward: blocks move the
-other way and begin with the block that arrived last, so at step t position r holds that of
-(r + 1 + t) mod R: R - 2 hops of keys and values, then its own block from memory; the gradient of
-a block follows it, R - 1 hops. (Ring Attention, arXiv 2310.01889, section 3; the reversed start is
-this project's.)
-
-`direct`: at distance d position r receives from r - d only the rows that its queries really see,
-and sends r + d those that it sees; positions with nothing in common exchange nothing. Backward:
-distances in reverse, beginning with the block that arrived last; the gradient of a block goes
-straight back to its owner.
+`ring`: whole blocks go from position to position, around one ring or two (`hybridcp.rings`).
+`direct`: each position gets only the rows that it sees (`hybridcp.direct_steps`).
+`allgather`: one step, in which the blocks of all positions are gathered into global order; in the
+backward they are gathered again, and their gradients go back to the owners to be summed there.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property
+from typing import Self
 
 from hybridcp.band_index import BandsByRow, HeldRanges
 from hybridcp.band_merging import merge_bands
-from hybridcp.layout import Exchange
+from hybridcp.direct_steps import direct_backward, direct_forward
+from hybridcp.layout import Exchange, Layout
 from hybridcp.masks import AttentionMask, Band
+from hybridcp.rings import Ring
 from hybridcp.sharding import Sharding, TokenRange
-
-Rows = tuple[TokenRange, ...]
-"""Local rows of one ring position: ascending ranges that do not touch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One message: to or from `peer`, the given local rows of the block's owner."""
-
-    peer: int
-    rows: Rows
-
-    @property
-    def size(self) -> int:
-        """Number of rows."""
-        return size_of(self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of one ring position.
-
-    Attributes:
-        kv_owner: ring position whose keys and values are present.
-        kv_rows: the owner's local rows that are present, packed one after the other.
-        bands: what to compute: trimmed, disjoint; queries are local rows of this position, keys
-            rows of the present block. Empty: nothing to compute.
-        send: what leaves during this step: the present block (ring), or own rows (direct).
-        receive: what arrives for the next step.
-        send_gradient: in the backward, what leaves after this step: the gradient of `kv_rows`.
-        receive_gradient: what arrives then: a gradient to be added to that of the next step's
-            block (ring), or to that of own rows (direct).
-    """
-
-    kv_owner: int
-    kv_rows: Rows
-    bands: tuple[Band, ...]
-    send: Transfer | None = None
-    receive: Transfer | None = None
-    send_gradient: Transfer | None = None
-    receive_gradient: Transfer | None = None
+from hybridcp.steps import Rows, Step, rows_of
 
 
 class Schedule:
@@ -76,50 +30,84 @@ class Schedule:
         schedule.forward_steps(ring_rank=3)
 
     Args:
-        sharding: who holds which tokens.
+        sharding: who holds which queries.
         mask: allowed pairs.
-        exchange: how blocks travel.
+        exchange: how keys and values travel.
+        inner_ring_size: w, positions of an inner ring in a double ring; None for one ring.
+        kv_sharding: who holds which keys and values, if these are another sequence (cross
+            attention); of as many ring positions and Ulysses ranks.
 
     Attributes:
         bands: the mask's bands in global positions, cut to the sequence.
 
     Raises:
-        MaskError: the mask does not fit the sequence length.
+        MaskError: the mask does not fit the sequence lengths.
     """
 
     def __init__(
-        self, sharding: Sharding, mask: AttentionMask, exchange: Exchange = "ring"
+        self,
+        sharding: Sharding,
+        mask: AttentionMask,
+        exchange: Exchange = "ring",
+        *,
+        inner_ring_size: int | None = None,
+        kv_sharding: Sharding | None = None,
     ) -> None:
         self.sharding = sharding
+        self.kv_sharding = kv_sharding or sharding
         self.mask = mask
         self.exchange = exchange
-        self.bands = mask.bands_for(sharding.seq_len, sharding.seq_len)
+        self.inner_ring_size = inner_ring_size
+        self.bands = mask.bands_for(sharding.seq_len, self.kv_sharding.seq_len)
         # Both passes ask for the same, and most pairs of positions look alike in local rows.
         self._between: dict[int, dict[int, tuple[Band, ...]]] = {}
         self._merged: dict[tuple[Band, ...], tuple[Band, ...]] = {}
 
+    @classmethod
+    def of_layout(
+        cls,
+        layout: Layout,
+        sharding: Sharding,
+        mask: AttentionMask,
+        kv_sharding: Sharding | None = None,
+    ) -> Self:
+        """The schedule of a mask over a sharding, by the exchange that a layout names.
+
+        Raises:
+            MaskError: the mask does not fit the sequence lengths.
+        """
+        return cls(
+            sharding,
+            mask,
+            layout.exchange,
+            inner_ring_size=layout.inner_ring_size,
+            kv_sharding=kv_sharding,
+        )
+
     @property
     def ring_degree(self) -> int:
-        """R, number of ring positions and of steps."""
+        """R, number of ring positions."""
         return self.sharding.ring_degree
 
     def forward_steps(self, ring_rank: int) -> tuple[Step, ...]:
-        """The R steps of one ring position in the forward pass, in order."""
-        degree = self.ring_degree
-        owners = [(ring_rank - t) % degree for t in range(degree)]
+        """The steps of one ring position in the forward pass, in order: R, or 1 of `allgather`."""
+        if self.exchange == "allgather":
+            return self._gathered(ring_rank)
         bands = self.bands_between(ring_rank)
         if self.exchange == "direct":
-            return self._direct_forward(ring_rank, owners, bands)
-        return self._ring_steps(ring_rank, owners, bands, hops=degree - 1, direction=1)
+            needed, seen = self._needed(ring_rank, bands), self._seen_by_others(ring_rank)
+            return direct_forward(ring_rank, self.ring_degree, bands, needed, seen)
+        return self._ring.forward(ring_rank, bands)
 
     def backward_steps(self, ring_rank: int) -> tuple[Step, ...]:
-        """The R steps of one ring position in the backward pass, in order."""
-        degree = self.ring_degree
-        owners = [(ring_rank + 1 + t) % degree for t in range(degree)]
+        """The steps of one ring position in the backward pass, in order."""
+        if self.exchange == "allgather":
+            return self._gathered(ring_rank)
         bands = self.bands_between(ring_rank)
         if self.exchange == "direct":
-            return self._direct_backward(ring_rank, owners, bands)
-        return self._ring_steps(ring_rank, owners, bands, hops=degree - 2, direction=-1)
+            needed, seen = self._needed(ring_rank, bands), self._seen_by_others(ring_rank)
+            return direct_backward(ring_rank, self.ring_degree, bands, needed, seen)
+        return self._ring.backward(ring_rank, bands)
 
     def bands_between(self, ring_rank: int) -> dict[int, tuple[Band, ...]]:
         """For one ring position as query side: key/value owner → its bands in local rows.
@@ -128,129 +116,53 @@ class Schedule:
         """
         if ring_rank not in self._between:
             found: dict[int, list[Band]] = {}
-            for owner, piece in self._pieces(ring_rank, self._by_query):
+            for owner, piece in _pieces(self.sharding, ring_rank, self._by_query, self._held_keys):
                 found.setdefault(owner, []).append(piece)
             merged = {owner: self._merge(tuple(bands)) for owner, bands in found.items()}
             self._between[ring_rank] = merged
         return self._between[ring_rank]
-
-    def _merge(self, bands: tuple[Band, ...]) -> tuple[Band, ...]:
-        if bands not in self._merged:
-            self._merged[bands] = merge_bands(list(bands))
-        return self._merged[bands]
 
     def mask_bands_at(self, q0: int, q1: int) -> list[Band]:
         """Global bands of the mask that meet queries `[q0, q1)`."""
         return self._by_query.meeting(q0, q1)
 
     def whole_block(self, ring_rank: int) -> Rows:
-        """All local rows of a ring position."""
-        length = self.sharding.ring_len(ring_rank)
+        """All local key/value rows of a ring position."""
+        length = self.kv_sharding.ring_len(ring_rank)
         return (TokenRange(0, length),) if length else ()
 
-    def _pieces(self, ring_rank: int, index: BandsByRow) -> Iterator[tuple[int, Band]]:
-        """(other side's ring position, band in local rows of both) for one position's rows."""
-        for queries, q_row in self.sharding.local_rows(ring_rank):
-            for whole in index.meeting(*queries):
-                band = whole.intersect(Band(*queries, 0, self.sharding.seq_len))
-                if band is None:
-                    continue
-                for keys, k_row, owner in self._held.meeting(band.k0, band.k1):
-                    piece = band.intersect(Band(*queries, *keys))
-                    if piece is not None:
-                        yield owner, piece.shifted(q_row - queries.start, k_row - keys.start)
+    def _merge(self, bands: tuple[Band, ...]) -> tuple[Band, ...]:
+        if bands not in self._merged:
+            self._merged[bands] = merge_bands(list(bands))
+        return self._merged[bands]
 
-    def _ring_steps(
-        self,
-        ring_rank: int,
-        owners: Sequence[int],
-        bands: dict[int, tuple[Band, ...]],
-        hops: int,
-        direction: int,
-    ) -> tuple[Step, ...]:
-        degree = self.ring_degree
-        ahead, behind = (ring_rank + direction) % degree, (ring_rank - direction) % degree
-        blocks = [self.whole_block(owner) for owner in owners]
-        steps = []
-        for t, owner in enumerate(owners):
-            follows = blocks[t + 1] if t + 1 < degree else ()
-            # The gradient goes the way of the blocks in the backward, one step behind.
-            with_gradient = direction < 0
-            steps.append(
-                Step(
-                    kv_owner=owner,
-                    kv_rows=blocks[t],
-                    bands=bands.get(owner, ()),
-                    send=_transfer(ahead, blocks[t] if t < hops else ()),
-                    receive=_transfer(behind, follows if t < hops else ()),
-                    send_gradient=_transfer(
-                        ahead, blocks[t] if with_gradient and t + 1 < degree else ()
-                    ),
-                    receive_gradient=_transfer(behind, follows if with_gradient else ()),
-                )
-            )
-        return tuple(steps)
-
-    def _direct_forward(
-        self, ring_rank: int, owners: Sequence[int], bands: dict[int, tuple[Band, ...]]
-    ) -> tuple[Step, ...]:
-        degree = self.ring_degree
-        needed, seen = self._needed(ring_rank, bands), self._seen_by_others(ring_rank)
-        steps = []
-        for t, owner in enumerate(owners):
-            to, source = (ring_rank + t + 1) % degree, (ring_rank - t - 1) % degree
-            last = t + 1 == degree
-            steps.append(
-                Step(
-                    kv_owner=owner,
-                    kv_rows=needed.get(owner, ()),
-                    bands=packed(bands.get(owner, ()), needed.get(owner, ())),
-                    send=_transfer(to, () if last else seen.get(to, ())),
-                    receive=_transfer(source, () if last else needed.get(source, ())),
-                )
-            )
-        return tuple(steps)
-
-    def _direct_backward(
-        self, ring_rank: int, owners: Sequence[int], bands: dict[int, tuple[Band, ...]]
-    ) -> tuple[Step, ...]:
-        degree = self.ring_degree
-        needed, seen = self._needed(ring_rank, bands), self._seen_by_others(ring_rank)
-        steps = []
-        for t, owner in enumerate(owners):
-            distance = degree - 1 - t
-            # The block of distance d - 1 travels during the step of distance d; own needs none.
-            to, source = (ring_rank + distance - 1) % degree, (ring_rank - distance + 1) % degree
-            travels = distance > 1
-            back_from = (ring_rank + distance) % degree
-            steps.append(
-                Step(
-                    kv_owner=owner,
-                    kv_rows=needed.get(owner, ()),
-                    bands=packed(bands.get(owner, ()), needed.get(owner, ())),
-                    send=_transfer(to, seen.get(to, ()) if travels else ()),
-                    receive=_transfer(source, needed.get(source, ()) if travels else ()),
-                    send_gradient=_transfer(owner, needed.get(owner, ()) if distance else ()),
-                    receive_gradient=_transfer(
-                        back_from, seen.get(back_from, ()) if distance else ()
-                    ),
-                )
-            )
-        return tuple(steps)
+    def _gathered(self, ring_rank: int) -> tuple[Step, ...]:
+        pieces = [
+            piece.shifted(row - queries.start, 0)
+            for queries, row in self.sharding.local_rows(ring_rank)
+            for band in self._by_query.meeting(*queries)
+            if (piece := band.intersect(_rows(queries, self.kv_sharding.seq_len))) is not None
+        ]
+        everything = (TokenRange(0, self.kv_sharding.seq_len),)
+        return (Step(None, everything, self._merge(tuple(pieces))),)
 
     def _needed(self, ring_rank: int, bands: dict[int, tuple[Band, ...]]) -> dict[int, Rows]:
         """Rows of each owner that this position's queries see; of its own block, all."""
         needed = {
-            owner: _union((b.k0, b.k1) for b in of_owner) for owner, of_owner in bands.items()
+            owner: rows_of((b.k0, b.k1) for b in of_owner) for owner, of_owner in bands.items()
         }
         return {**needed, ring_rank: self.whole_block(ring_rank)}
 
     def _seen_by_others(self, ring_rank: int) -> dict[int, Rows]:
         """Own rows that each other position's queries see."""
         spans: dict[int, list[tuple[int, int]]] = {}
-        for other, piece in self._pieces(ring_rank, self._by_key):
+        for other, piece in _pieces(self.kv_sharding, ring_rank, self._by_key, self._held_queries):
             spans.setdefault(other, []).append((piece.q0, piece.q1))
-        return {other: _union(of_other) for other, of_other in spans.items()}
+        return {other: rows_of(of_other) for other, of_other in spans.items()}
+
+    @cached_property
+    def _ring(self) -> Ring:
+        return Ring(self.ring_degree, self.inner_ring_size or self.ring_degree, self.whole_block)
 
     @cached_property
     def _by_query(self) -> BandsByRow:
@@ -263,39 +175,28 @@ class Schedule:
         return BandsByRow(sorted(turned))
 
     @cached_property
-    def _held(self) -> HeldRanges:
+    def _held_keys(self) -> HeldRanges:
+        return HeldRanges(self.kv_sharding)
+
+    @cached_property
+    def _held_queries(self) -> HeldRanges:
         return HeldRanges(self.sharding)
 
 
-def size_of(rows: Rows) -> int:
-    """Number of rows."""
-    return sum(piece.size for piece in rows)
+def _pieces(
+    mine: Sharding, ring_rank: int, index: BandsByRow, others: HeldRanges
+) -> Iterator[tuple[int, Band]]:
+    """(other side's ring position, band in local rows of both) for one position's rows."""
+    for rows, first_row in mine.local_rows(ring_rank):
+        for whole in index.meeting(*rows):
+            band = whole.intersect(_rows(rows, whole.k1))
+            if band is None:
+                continue
+            for held, held_row, owner in others.meeting(band.k0, band.k1):
+                piece = band.intersect(Band(*rows, *held))
+                if piece is not None:
+                    yield owner, piece.shifted(first_row - rows.start, held_row - held.start)
 
 
-def packed(bands: tuple[Band, ...], rows: Rows) -> tuple[Band, ...]:
-    """Bands whose keys are some rows of a block, renumbered for a block of these rows alone."""
-    found = []
-    offset = 0
-    for piece in rows:
-        inside = Band(0, max((b.q1 for b in bands), default=0), *piece)
-        for band in bands:
-            part = band.intersect(inside)
-            if part is not None:
-                found.append(part.shifted(0, offset - piece.start))
-        offset += piece.size
-    return merge_bands(found)
-
-
-def _transfer(peer: int, rows: Rows) -> Transfer | None:
-    return Transfer(peer, rows) if rows else None
-
-
-def _union(spans: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> Rows:
-    """The same rows as ascending ranges that do not touch."""
-    found: list[TokenRange] = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1].stop:
-            found[-1] = TokenRange(found[-1].start, max(stop, found[-1].stop))
-        else:
-            found.append(TokenRange(start, stop))
-    return tuple(found)
+def _rows(queries: TokenRange, k_len: int) -> Band:
+    return Band(*queries, 0, k_len)

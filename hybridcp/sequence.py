@@ -18,7 +18,8 @@ from hybridcp.distributed import ContextParallelGroups, mesh_device, resolve_gro
 from hybridcp.errors import InputError
 from hybridcp.layout import Layout
 from hybridcp.masks import AttentionMask, causal
-from hybridcp.schedule import Schedule, Step, size_of
+from hybridcp.schedule import Schedule
+from hybridcp.steps import Step, size_of
 
 IGNORE_INDEX = -100
 """Label of a position without a target, as in torch's cross_entropy and Hugging Face."""
@@ -52,7 +53,7 @@ class ShardedSequence(OpaqueBase):
     ) -> None:
         mask = mask if mask is not None else causal()
         sharding = layout.shard(seq_len, mask)
-        self._set_up(layout, mesh, Schedule(sharding, mask, layout.exchange))
+        self._set_up(layout, mesh, Schedule.of_layout(layout, sharding, mask))
 
     def _set_up(
         self, layout: Layout, mesh: DeviceMesh | ContextParallelGroups, schedule: Schedule
@@ -103,7 +104,7 @@ class ShardedSequence(OpaqueBase):
     def kept_len(self) -> int:
         """Tokens of the block that the backward starts from; 0 if that is this rank's own."""
         last = self.forward_steps[-1]
-        own = last.kv_owner == self.groups.ring.rank
+        own = last.kv_owner in (None, self.groups.ring.rank)
         return 0 if own else size_of(last.kv_rows)
 
     @property
@@ -149,7 +150,7 @@ class ShardedSequence(OpaqueBase):
             MaskError: the mask does not fit `seq_len`.
         """
         other = ShardedSequence.__new__(ShardedSequence)
-        schedule = Schedule(self.schedule.sharding, mask, self.layout.exchange)
+        schedule = Schedule.of_layout(self.layout, self.schedule.sharding, mask)
         other._set_up(self.layout, self.mesh, schedule)
         return other
 

@@ -33,45 +33,45 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "one hop's dk and dv are dropped",
-        "hybridcp/attention/ring.py",
-        "            dblock += arriving_gradient\n",
-        "            pass\n",
+        "hybridcp/attention/backward.py",
+        "                dblock += arrived\n",
+        "                pass\n",
         HYBRID,
     ),
     Mutation(
         "the ring's backward computes with the block of hop 0",
-        "hybridcp/attention/ring.py",
+        "hybridcp/attention/backward.py",
         "attention.backward(dout, q, present, out, lse, step, dq, dblock)",
         "attention.backward(dout, q, kv, out, lse, step, dq, dblock)",
         HYBRID,
     ),
     Mutation(
         "a travelling gradient is summed in the input's dtype",
-        "hybridcp/attention/ring.py",
+        "hybridcp/attention/backward.py",
+        "if dblock is None and step.bands:\n            "
         "dblock = torch.zeros_like(present, dtype=dtype)",
-        "dblock = torch.zeros_like(present)",
+        "if dblock is None and step.bands:\n            dblock = torch.zeros_like(present)",
         f"{EDGES} {HYBRID}",
     ),
     Mutation(
         "the block for the next step is read before it has arrived",
-        "hybridcp/attention/forward.py",
-        "        exchange.wait()\n",
-        "",
+        "hybridcp/attention/in_flight.py",
+        "            exchange.wait()\n",
+        "            pass\n",
         "tests/attention/test_ring_order.py",
     ),
     Mutation(
         "the backward starts from the own block",
-        "hybridcp/attention/forward.py",
-        "present, last = kv if arriving is None else arriving, present",
-        "present, last = kv if arriving is None else arriving, kv",
+        "hybridcp/attention/backward.py",
+        "present = present_block(blocks, t, last if t == 0 else kv)",
+        "present = present_block(blocks, t, kv)",
         HYBRID,
     ),
     Mutation(
-        "direct gradients are added to the rows of the next message",
-        "hybridcp/attention/direct.py",
-        "            shape.add(dkv, awaited.rows, arriving_gradient)\n        awaited = step",
-        "            shape.add(dkv, step.receive_gradient.rows, arriving_gradient)\n"
-        "        awaited = step",
+        "gradients that come home are added to the first rows",
+        "hybridcp/attention/kv_block.py",
+        "whole[:, a:b] += pieces[:, offset : offset + b - a]",
+        "whole[:, : b - a] += pieces[:, offset : offset + b - a]",
         "tests/attention/test_product.py",
     ),
     Mutation(
@@ -153,10 +153,26 @@ MUTATIONS = [
     ),
     Mutation(
         "the backward ring begins with the own block",
-        "hybridcp/schedule.py",
-        "owners = [(ring_rank + 1 + t) % degree for t in range(degree)]",
-        "owners = [(ring_rank + t) % degree for t in range(degree)]",
+        "hybridcp/rings.py",
+        "owner = self._at(outer + 1 + c, inner + 1 + s)",
+        "owner = self._at(outer + c, inner + s)",
         "tests/test_proof.py",
+    ),
+    Mutation(
+        "the outer hop of a double ring is due one step early",
+        "hybridcp/rings.py",
+        "                due = t + self.inner\n                sends.append(self._block(owner, "
+        "to=self._at(outer + 1, inner), due=due))",
+        "                due = t + self.inner - 1\n                sends.append(self._block(owner, "
+        "to=self._at(outer + 1, inner), due=due))",
+        "tests/test_proof.py",
+    ),
+    Mutation(
+        "one position's share of a gathered gradient is left out",
+        "hybridcp/attention/gathered.py",
+        "for share in shares.view(ring.size, kv.numel()):",
+        "for share in shares.view(ring.size, kv.numel())[:-1]:",
+        "tests/attention/test_exchanges.py",
     ),
     Mutation(
         "the direct exchange sends one row too few",
@@ -197,9 +213,8 @@ MUTATIONS = [
     Mutation(
         "gradients are averaged over the ranks",
         "hybridcp/training/gradients.py",
-        "            dist.all_reduce(total, group=communicator.group)\n",
-        "            dist.all_reduce(total, group=communicator.group)\n"
-        "            total = total / communicator.size\n",
+        "        communicator.all_reduce(total)\n",
+        "        communicator.all_reduce(total)\n        total = total / communicator.size\n",
         "tests/training",
     ),
     Mutation(

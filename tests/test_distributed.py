@@ -33,6 +33,25 @@ def test_order_says_which_axis_has_consecutive_ranks(run_distributed, order, rin
     assert run_distributed(_world_ranks, 4, layout) == list(zip(rings, ulysses, strict=True))
 
 
+def _double_ring_ranks(layout):
+    ring = resolve_groups(layout, init_mesh(layout, device_type="cpu")).ring
+    assert ring.rank == layout.coordinates(dist.get_rank())[0]
+    return [dist.get_process_group_ranks(level.group) for level in (ring.outer, ring.inner)]
+
+
+@pytest.mark.parametrize(
+    ("order", "outer", "inner"),
+    [
+        ("ulysses_inner", [0, 4], [0, 2]),
+        ("ring_inner", [0, 2], [0, 1]),
+    ],
+)
+def test_a_double_ring_has_two_levels(run_distributed, order, outer, inner):
+    """Eight ranks: two inner rings of two positions, of two Ulysses ranks each."""
+    layout = Layout(ulysses_degree=2, ring_degree=4, inner_ring_size=2, order=order)
+    assert run_distributed(_double_ring_ranks, 8, layout)[0] == [outer, inner]
+
+
 def _data_parallel(layout, names, sizes):
     """Each replica has its own data; its cp group may not hold global rank 0."""
     world = dist.init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -61,6 +80,13 @@ def test_the_cp_axis_of_a_mesh_is_split(run_distributed, degrees, names, sizes):
         case.check(actual)
 
 
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 8)], ids=str)
+def test_the_cp_axis_becomes_a_double_ring(run_distributed, sizes):
+    layout = Layout(ulysses_degree=sizes[1] // 4, ring_degree=4, inner_ring_size=2)
+    for case, actual in run_distributed(_data_parallel, 8, layout, ("dp", "cp"), sizes):
+        case.check(actual)
+
+
 def _count_groups(layout):
     """Building modules and sequences creates no further groups."""
     mesh = init_mesh(layout, device_type="cpu")
@@ -85,7 +111,7 @@ def _pass_on(groups, layout, elements, dtype):
     received = [torch.empty_like(x) for x in sent]
     for to, source in ((after, before), (before, after)):
         exchanges = [
-            ring.exchange(send=x, to=to, receive=y, source=source, tag=tag)
+            ring.exchange([(x, to)], [(y, source)], tag=tag)
             for tag, (x, y) in enumerate(zip(sent, received, strict=True))
         ]
         for exchange in reversed(exchanges):

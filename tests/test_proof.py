@@ -11,15 +11,23 @@ from hybridcp.errors import ScheduleError
 from hybridcp.layout import Exchange, Layout
 from hybridcp.masks import Band, causal, documents, full, sliding_window
 from hybridcp.proof import check
-from hybridcp.schedule import Schedule, Transfer
+from hybridcp.schedule import Schedule
 from hybridcp.sharding import TokenRange
+from hybridcp.steps import Transfer
 
 N, RING = 48, 4
 
 
 def make(mask=None, sharding="zigzag", ring=RING, n=N, exchange="ring"):
+    """A schedule; of a double ring of inner rings of two if `exchange` is "double"."""
     layout = Layout(ulysses_degree=2, ring_degree=ring, sharding=sharding)
-    return Schedule(layout.shard(n), causal() if mask is None else mask, exchange)
+    double = exchange == "double" and ring > 2 and ring % 2 == 0
+    return Schedule(
+        layout.shard(n),
+        causal() if mask is None else mask,
+        "ring" if exchange == "double" else exchange,
+        inner_ring_size=2 if double else None,
+    )
 
 
 class Changed(Schedule):
@@ -30,7 +38,12 @@ class Changed(Schedule):
     """
 
     def __init__(self, schedule, bands=None, steps=None):
-        super().__init__(schedule.sharding, schedule.mask, schedule.exchange)
+        super().__init__(
+            schedule.sharding,
+            schedule.mask,
+            schedule.exchange,
+            inner_ring_size=schedule.inner_ring_size,
+        )
         self._change_bands = bands
         self._change_steps = steps
 
@@ -64,15 +77,15 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("exchange", get_args(Exchange))
+@pytest.mark.parametrize("exchange", [*get_args(Exchange), "double"])
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", MASKS)
 def test_accepts_every_schedule_of_ours(name, sharding, exchange):
-    for ring in (1, 2, 3, 4, 7):
+    for ring in (1, 2, 3, 4, 6, 7):
         report = check(make(MASKS[name], sharding, ring, exchange=exchange))
         assert report.pairs == MASKS[name].pairs(N, N)
         assert report.hops <= ring * (ring - 1)
-        assert exchange == "direct" or report.hops == ring * (ring - 1)
+        assert exchange in ("direct", "allgather") or report.hops == ring * (ring - 1)
         assert report.busiest_share >= 1
 
 
@@ -182,8 +195,8 @@ def on_step(name, rank, step, **changes):
 
 
 PASSES = ["forward", "backward"]
-EXCHANGES = get_args(Exchange)
-FIELDS = ["send", "receive", "send_gradient", "receive_gradient"]
+EXCHANGES = ["ring", "direct", "double"]
+FIELDS = ["sends", "receives", "gradient_sends", "gradient_receives"]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -197,20 +210,29 @@ def test_bites_a_wrong_owner(name, rank, step, exchange):
     refused("visits the blocks", schedule, steps=change)
 
 
-def wrongs(transfer):
-    """Ways in which one message can be wrong."""
-    if transfer is None:
-        return [Transfer(peer, (TokenRange(0, 3),)) for peer in range(RING)]
+def wrongs(transfers):
+    """Ways in which one message can be wrong, and one too many."""
+    extra = [Transfer(peer, 0, (TokenRange(0, 3),), due=3) for peer in range(RING)]
+    found = [(*transfers, more) for more in extra]
+    for i, transfer in enumerate(transfers):
+        found += [(*transfers[:i], *wrong, *transfers[i + 1 :]) for wrong in wrong_ways(transfer)]
+    return found
+
+
+def wrong_ways(transfer):
+    """None, or one that is wrong, in the place of a message."""
     start, stop = transfer.rows[0]
     cut = (TokenRange(start, stop - 1), *transfer.rows[1:]) if stop - start > 1 else ()
     moved = tuple(TokenRange(a + 1, b + 1) for a, b in transfer.rows)
     peers = [RING, -1, *(p for p in range(RING) if p != transfer.peer)]
-    return [
-        None,
-        Transfer(transfer.peer, cut),
-        Transfer(transfer.peer, moved),
-        *(Transfer(peer, transfer.rows) for peer in peers),
+    changes = [
+        {"rows": cut},
+        {"rows": moved},
+        *({"peer": peer} for peer in peers),
+        *({"owner": owner} for owner in range(RING) if owner != transfer.owner),
+        *({"due": due} for due in range(-1, RING + 1) if due != transfer.due),
     ]
+    return [(), *((replace(transfer, **change),) for change in changes)]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -246,20 +268,20 @@ def test_bites_swapped_steps(name, pair, exchange):
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("fields", [("send", "receive"), ("send_gradient", "receive_gradient")])
+@pytest.mark.parametrize("fields", [FIELDS[:2], FIELDS[2:]], ids=["blocks", "gradients"])
 def test_bites_a_hop_that_nobody_makes(name, fields, exchange):
     """Left out on both sides, so every send still meets its receive."""
     schedule = make(full(), exchange=exchange)
     for hop in range(RING):
-        if getattr(getattr(schedule, f"{name}_steps")(0)[hop], fields[0]) is None:
+        if not getattr(getattr(schedule, f"{name}_steps")(0)[hop], fields[0]):
             continue
 
         def changed(pass_name, _, steps, hop=hop):
             if pass_name == name:
-                steps[hop] = replace(steps[hop], **dict.fromkeys(fields))
+                steps[hop] = replace(steps[hop], **dict.fromkeys(fields, ()))
             return steps
 
-        refused("computes the block of|does not send", schedule, steps=changed)
+        refused("has not arrived|does not send", schedule, steps=changed)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -267,7 +289,7 @@ def test_bites_a_hop_that_nobody_makes(name, fields, exchange):
 def test_bites_blocks_that_go_the_other_way(name, exchange):
     def changed(pass_name, _, steps):
         if pass_name == name:
-            return [replace(s, send=s.receive, receive=s.send) for s in steps]
+            return [replace(s, sends=s.receives, receives=s.sends) for s in steps]
         return steps
 
     with pytest.raises(ScheduleError):
@@ -283,13 +305,38 @@ def test_bites_a_backward_that_computes_other_bands(exchange):
     )
 
 
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("rank", range(RING))
+def test_bites_what_is_wrong_in_an_all_gather(rank, name):
+    schedule = make(exchange="allgather")
+    (step,) = schedule.forward_steps(rank)
+    band = step.bands[-1]
+    for change, message in (
+        ({"kv_owner": 0}, "one step with every block"),
+        ({"kv_rows": (TokenRange(0, N - 1),)}, "gathered rows are not all"),
+        ({"bands": step.bands[:-1]}, "compute different bands"),
+    ):
+        refused(message, schedule, steps=on_step(name, rank, 0, **change))
+    for bands, message in (
+        (step.bands[:-1], "pairs are computed"),
+        ((*step.bands, band), "compute a pair twice"),
+        ((*step.bands[:-1], replace(band, hi=band.hi + 1)), "leaves the mask"),
+        ((*step.bands[:-1], replace(band, q1=band.q1 + 1, hi=band.hi - 1)), "reaches rows"),
+    ):
+
+        def changed(_, ring_rank, steps, bands=bands):
+            return [replace(s, bands=bands) for s in steps] if ring_rank == rank else steps
+
+        refused(message, schedule, steps=changed)
+
+
 def test_bites_a_block_that_is_visited_twice():
     """Without transfers a position holds its own block: consistent, and useless."""
 
     def changed(pass_name, ring_rank, steps):
         if pass_name == "backward":
             return steps
-        return [replace(s, kv_owner=ring_rank, send=None, receive=None) for s in steps]
+        return [replace(s, kv_owner=ring_rank, sends=(), receives=()) for s in steps]
 
     refused("visits the blocks", steps=changed)
 
@@ -304,7 +351,7 @@ def test_bites_a_missing_step(name):
 
 def test_bites_a_hop_that_nothing_uses():
     def changed(pass_name, ring_rank, steps):
-        hop = {"send": steps[0].send, "receive": steps[0].receive}
+        hop = {"sends": steps[0].sends, "receives": steps[0].receives}
         return [*steps[:-1], replace(steps[-1], **hop)] if pass_name == "forward" else steps
 
     refused("no step is left to use", steps=changed)

@@ -7,7 +7,7 @@ import torch
 from hybridcp.attention.kv_block import KVShape
 from hybridcp.attention.online_softmax import OnlineSoftmax
 from hybridcp.kernels.protocol import AttentionKernel, Scores
-from hybridcp.schedule import Step
+from hybridcp.steps import Step
 
 
 @dataclass(frozen=True)

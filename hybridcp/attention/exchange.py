@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from hybridcp.attention.backward import backward_pass
 from hybridcp.attention.block import BlockAttention
-from hybridcp.attention.direct import direct_backward
 from hybridcp.attention.forward import forward_pass
+from hybridcp.attention.gathered import gathered_backward, gathered_forward
 from hybridcp.attention.heads import HeadSplit
 from hybridcp.attention.kv_block import KVShape
-from hybridcp.attention.ring import ring_backward
 from hybridcp.attention.sinks import fold_in_sinks, sink_gradient
+from hybridcp.communicator import Communicator
 from hybridcp.kernels.protocol import Request, Scores
 from hybridcp.kernels.registry import select_kernel
 from hybridcp.sequence import ShardedSequence
@@ -31,10 +32,13 @@ def ring_pass(
     split = HeadSplit(seq.layout, heads, kv_heads)
     scores = Scores(softmax_scale, softcap)
     attention = _block_attention(q, seq, split, kernel, value_dim, scores)
-    passes_on = seq.layout.exchange == "ring"
-    running, kept = forward_pass(
-        q, kv, seq.forward_steps, seq.groups.ring, attention, passes_on=passes_on
-    )
+    ring, kept = seq.groups.ring, kv
+    if seq.layout.exchange == "allgather":
+        assert isinstance(ring, Communicator)
+        (step,) = seq.forward_steps
+        running = gathered_forward(q, kv, step, seq.schedule.kv_sharding, ring, attention)
+    else:
+        running, kept = forward_pass(q, kv, seq.forward_steps, ring, attention)
     if sinks is not None:
         fold_in_sinks(running, _own(sinks, split, seq))
     # An operator's output must not be one of its inputs.
@@ -62,9 +66,14 @@ def ring_pass_backward(
     split = HeadSplit(seq.layout, heads, kv_heads)
     scores = Scores(softmax_scale, softcap)
     attention = _block_attention(q, seq, split, kernel, value_dim, scores)
-    backward = ring_backward if seq.layout.exchange == "ring" else direct_backward
-    first = kept if kept.numel() else kv
-    dq, dkv = backward(dout, q, kv, first, out, lse, seq.backward_steps, seq.groups.ring, attention)
+    ring, first = seq.groups.ring, kept if kept.numel() else kv
+    if seq.layout.exchange == "allgather":
+        assert isinstance(ring, Communicator)
+        (step,) = seq.backward_steps
+        sharding = seq.schedule.kv_sharding
+        dq, dkv = gathered_backward(dout, q, kv, out, lse, step, sharding, ring, attention)
+    else:
+        dq, dkv = backward_pass(dout, q, kv, first, out, lse, seq.backward_steps, ring, attention)
     dsinks = q.new_empty(0)
     if sinks is not None:
         dsinks = torch.zeros_like(sinks)

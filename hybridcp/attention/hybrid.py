@@ -193,7 +193,7 @@ class HybridAttention(nn.Module):
         options: ScoreOptions,
     ) -> None:
         check_sequence(seq, self.layout)
-        if seq.groups.ring.group is not self.groups.ring.group:
+        if seq.groups.ring.process_groups != self.groups.ring.process_groups:
             raise LayoutError(
                 "the sequence and the module were made with different meshes; call "
                 "hybridcp.init_mesh(layout) once and give both the same mesh"

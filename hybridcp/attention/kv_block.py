@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridcp.schedule import Rows, size_of
+from hybridcp.steps import Rows, size_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,11 @@ class KVShape:
 
     def empty(self, rows: int, like: torch.Tensor) -> torch.Tensor:
         """An uninitialised block of that many rows, of the dtype and device of `like`."""
-        return like.new_empty(rows * self._row_size)
+        return like.new_empty(self.elements(rows))
+
+    def elements(self, rows: int) -> int:
+        """Numbers in a block of that many rows."""
+        return rows * self._row_size
 
     def views(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (B, rows, n, D) and values (B, rows, n, Dv), sharing the block's memory."""
@@ -44,10 +48,20 @@ class KVShape:
         """A block of some rows of this one; the block itself if it is all of them."""
         if size_of(rows) * self._row_size == block.numel():
             return block
+        if not rows:
+            return self.empty(0, block)
         taken = self.empty(size_of(rows), block)
         for whole, part in zip(self.views(block), self.views(taken), strict=True):
             torch.cat([whole[:, a:b] for a, b in rows], dim=1, out=part)
         return taken
+
+    def put(self, block: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
+        """Write a block of some rows into this one."""
+        for whole, pieces in zip(self.views(block), self.views(part), strict=True):
+            offset = 0
+            for a, b in rows:
+                whole[:, a:b] = pieces[:, offset : offset + b - a]
+                offset += b - a
 
     def add(self, block: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
         """Add a block of some rows into this one, in place."""

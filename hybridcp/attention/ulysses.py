@@ -22,7 +22,7 @@ import torch
 from hybridcp.attention.heads import HeadSplit
 from hybridcp.attention.kv_block import KVShape
 from hybridcp.attention.online_softmax import accumulator_dtype
-from hybridcp.distributed import Communicator
+from hybridcp.communicator import Communicator
 
 Shape = tuple[int, int, int, int]
 

@@ -50,10 +50,12 @@ def check_command(layout: LayoutFile, seq_len: SeqLen = "1M", mask: MaskText = "
     loaded = Layout.load(layout)
     tokens = parse_tokens(seq_len, "--seq-len", LayoutError)
     allowed = parse_mask(mask)
-    report = check(Schedule(loaded.shard(tokens, allowed), allowed, loaded.exchange))
+    report = check(Schedule.of_layout(loaded, loaded.shard(tokens, allowed), allowed))
+    inner = loaded.inner_ring_size
+    exchange = f"{loaded.exchange} exchange" + (f", inner rings of {inner}" if inner else "")
     print(
         f"Proved: ulysses {loaded.ulysses_degree} x ring {loaded.ring_degree}, "
-        f"{loaded.sharding}, {loaded.exchange} exchange, {tokens} tokens, mask {mask}\n"
+        f"{loaded.sharding}, {exchange}, {tokens} tokens, mask {mask}\n"
         f"  {report.pairs} (query, key) pairs, each computed exactly once, forward and backward\n"
         f"  {report.hops} sends of key/value blocks, each met by its receive\n"
         f"  {report.bands} kernel regions; the busiest ring position has "
@@ -80,7 +82,7 @@ def show_command(
     loaded = Layout.load(layout)
     allowed = parse_mask(mask)
     sharding = loaded.shard(parse_tokens(seq_len, "--seq-len", LayoutError), allowed)
-    schedule = Schedule(sharding, allowed, loaded.exchange)
+    schedule = Schedule.of_layout(loaded, sharding, allowed)
     print(rank_grid(loaded, ranks_per_node))
     print()
     print(token_map(loaded, sharding))

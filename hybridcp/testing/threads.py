@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridcp.distributed import Communicator, ContextParallelGroups
+from hybridcp.communicator import Communicator, DoubleRing, RingCommunicator
+from hybridcp.distributed import ContextParallelGroups
 from hybridcp.layout import Layout
 from hybridcp.testing.failures import DistributedTestError, RankFailure, is_consequence
 
@@ -159,10 +160,20 @@ class _Run:
     def _groups(self, rank: int) -> ContextParallelGroups:
         ring_rank, ulysses_rank = self._layout.coordinates(rank)
         return ContextParallelGroups(
-            ring=self._communicator(f"ring{ulysses_rank}", ring_rank, self._layout.ring_degree),
+            ring=self._ring(ring_rank, ulysses_rank),
             ulysses=self._communicator(
                 f"ulysses{ring_rank}", ulysses_rank, self._layout.ulysses_degree
             ),
+        )
+
+    def _ring(self, ring_rank: int, ulysses_rank: int) -> RingCommunicator:
+        degree, size = self._layout.ring_degree, self._layout.inner_ring_size
+        if size is None:
+            return self._communicator(f"ring{ulysses_rank}", ring_rank, degree)
+        outer, inner = divmod(ring_rank, size)
+        return DoubleRing(
+            outer=self._communicator(f"outer{ulysses_rank}.{inner}", outer, degree // size),
+            inner=self._communicator(f"inner{ulysses_rank}.{outer}", inner, size),
         )
 
     def _communicator(self, name: str, rank: int, size: int) -> Communicator:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hybridcp.distributed import ContextParallelGroups
@@ -25,8 +24,7 @@ def sum_over_ranks(local: torch.Tensor, groups: ContextParallelGroups) -> torch.
     total = local.detach().clone(memory_format=torch.contiguous_format)
     # Each ring holds one rank of every ring position, so the two sums meet each rank once.
     for communicator in (groups.ring, groups.ulysses):
-        if communicator.size > 1:
-            dist.all_reduce(total, group=communicator.group)
+        communicator.all_reduce(total)
     return total
 
 

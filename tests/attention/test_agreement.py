@@ -14,7 +14,8 @@ from hybridcp import (
     sliding_window,
 )
 from hybridcp.attention.agreement import MAX_FACT, MAX_PROBLEM, MESSAGE_BYTES, Agreement
-from hybridcp.distributed import Communicator, ContextParallelGroups
+from hybridcp.communicator import Communicator
+from hybridcp.distributed import ContextParallelGroups
 from hybridcp.errors import InputError, LayoutError
 from hybridcp.testing import run_threads
 

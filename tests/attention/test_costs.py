@@ -1,7 +1,6 @@
 """What a call sends and how much it allocates: counted, and equal to the formulas."""
 
 from itertools import accumulate
-from typing import get_args
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from hybridcp import (
     full,
     sliding_window,
 )
-from hybridcp.distributed import Communicator, ContextParallelGroups
-from hybridcp.layout import Exchange
+from hybridcp.communicator import Communicator, DoubleRing
+from hybridcp.distributed import ContextParallelGroups
 from hybridcp.testing import run_threads
 
 
@@ -35,20 +34,38 @@ class Counting(Communicator):
         self.sent += (sum(send_sizes) - own) * sent.element_size()
         super().all_to_all(received, sent, receive_sizes, send_sizes)
 
-    def exchange(self, *, send, to, **rest):
-        if send is not None and to is not None:
-            self.sent += send.nbytes
-        return super().exchange(send=send, to=to, **rest)
+    def exchange(self, sends, receives, *, tag):
+        self.sent += sum(tensor.nbytes for tensor, _ in sends)
+        return super().exchange(sends, receives, tag=tag)
+
+    def all_gather(self, local, sizes):
+        self.sent += (self.size - 1) * max(sizes) * local.element_size() * local.shape[1:].numel()
+        return super().all_gather(local, sizes)
+
+
+class CountingDoubleRing(DoubleRing):
+    """Counts on both levels."""
+
+    def __init__(self, inner):
+        super().__init__(Counting(inner.outer), Counting(inner.inner))
+
+    @property
+    def sent(self):
+        return self.outer.sent + self.inner.sent
+
+
+def _counting(ring):
+    return CountingDoubleRing(ring) if isinstance(ring, DoubleRing) else Counting(ring)
 
 
 def _bytes(groups, layout, seq_len, heads, kv_heads, dim, dtype, mask=None):
-    counting = ContextParallelGroups(Counting(groups.ring), Counting(groups.ulysses))
+    counting = ContextParallelGroups(_counting(groups.ring), Counting(groups.ulysses))
     seq = ShardedSequence(layout, counting, seq_len=seq_len, mask=mask or causal())
     leaves = [
         torch.randn(1, seq.local_len, h, dim, dtype=dtype).requires_grad_()
         for h in (heads, kv_heads, kv_heads)
     ]
-    out = HybridAttention(layout, counting)(*leaves, seq)
+    out = HybridAttention(layout, counting, check_agreement="never")(*leaves, seq)
     forward = (counting.ulysses.sent, counting.ring.sent)
     out.sum().backward()
     return forward, (counting.ulysses.sent - forward[0], counting.ring.sent - forward[1])
@@ -108,19 +125,35 @@ def test_the_plan_says_what_the_busiest_rank_sends(ulysses, ring, heads, kv_head
     ids=["causal", "window", "documents"],
 )
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("exchange", get_args(Exchange))
+@pytest.mark.parametrize(
+    "exchange", [{"exchange": "ring"}, {"exchange": "direct"}, {"inner_ring_size": 2}], ids=str
+)
 def test_ring_bytes_are_those_of_the_schedule(exchange, sharding, mask):
-    layout = Layout(ulysses_degree=2, ring_degree=4, sharding=sharding, exchange=exchange)
+    layout = Layout(ulysses_degree=2, ring_degree=4, sharding=sharding, **exchange)
     seq_len, dim, kv_heads = 61, 8, 4
-    schedule = Schedule(layout.shard(seq_len), mask, exchange)
+    schedule = Schedule.of_layout(layout, layout.shard(seq_len), mask)
     row = 2 * dim * kv_heads // 2
     arguments = (layout, seq_len, 8, kv_heads, dim, torch.bfloat16, mask)
     for rank, (forward, backward) in enumerate(run_threads(_bytes, layout, *arguments)):
         ring_rank, _ = layout.coordinates(rank)
         steps, back = schedule.forward_steps(ring_rank), schedule.backward_steps(ring_rank)
-        assert forward[1] == sum(s.send.size for s in steps if s.send) * row * 2
-        gradients = sum(s.send_gradient.size for s in back if s.send_gradient) * row * 4
-        assert backward[1] == sum(s.send.size for s in back if s.send) * row * 2 + gradients
+        assert forward[1] == sum(sent.size for s in steps for sent in s.sends) * row * 2
+        gradients = sum(sent.size for s in back for sent in s.gradient_sends) * row * 4
+        assert backward[1] == sum(sent.size for s in back for sent in s.sends) * row * 2 + gradients
+
+
+@pytest.mark.parametrize("seq_len", [64, 61, 3])
+def test_an_all_gather_sends_each_block_to_every_other_position(seq_len):
+    """The collective pads blocks to the longest; gradients go back in float32, unpadded."""
+    layout = Layout(ulysses_degree=2, ring_degree=4, exchange="allgather")
+    sharding, row = layout.shard(seq_len), 2 * 8 * 2
+    longest = max(map(sharding.ring_len, range(4)))
+    arguments = (layout, seq_len, 8, 4, 8, torch.bfloat16)
+    for rank, (forward, backward) in enumerate(run_threads(_bytes, layout, *arguments)):
+        ring_rank, _ = layout.coordinates(rank)
+        gathered = 3 * longest * row * 2
+        gradients = (seq_len - sharding.ring_len(ring_rank)) * row * 4
+        assert (forward[1], backward[1]) == (gathered, gathered + gradients)
 
 
 def _peak_bytes(mask, seq_len, kernel):

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hybridcp import Layout, causal, chunked, documents, full, prefix_lm, sliding_window
-from hybridcp.distributed import Communicator, ContextParallelGroups
+from hybridcp.communicator import Communicator
+from hybridcp.distributed import ContextParallelGroups
 from hybridcp.layout import Exchange
 from hybridcp.sharding import SHARDING_NAMES
 from hybridcp.testing import (
@@ -38,12 +39,17 @@ def draw_layout(rng: random.Random) -> Layout:
     world_size = rng.choice(WORLD_SIZES)
     degrees = [u for u in range(1, world_size + 1) if world_size % u == 0]
     ulysses_degree = rng.choice(degrees)
+    ring_degree = world_size // ulysses_degree
+    exchange = rng.choice(get_args(Exchange))
+    inner_sizes = [w for w in range(2, ring_degree) if ring_degree % w == 0]
+    is_double = exchange == "ring" and inner_sizes and rng.random() < 0.6
     return Layout(
         ulysses_degree=ulysses_degree,
-        ring_degree=world_size // ulysses_degree,
+        ring_degree=ring_degree,
         order=rng.choice(["ulysses_inner", "ring_inner"]),
         sharding=rng.choice(SHARDING_NAMES),
-        exchange=rng.choice(get_args(Exchange)),
+        exchange=exchange,
+        inner_ring_size=rng.choice(inner_sizes) if is_double else None,
     )
 
 

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcp import HybridAttention, HybridCPError, Layout, ShardedSequence, causal, init_mesh
-from hybridcp.distributed import Communicator, ContextParallelGroups
+from hybridcp.communicator import Communicator
+from hybridcp.distributed import ContextParallelGroups
 from hybridcp.errors import InputError, KernelError, LayoutError, MaskError
 from hybridcp.masks import documents
 from hybridcp.testing import run_threads

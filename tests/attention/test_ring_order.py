@@ -3,11 +3,10 @@
 import torch
 
 from hybridcp import Layout, Schedule, full, sliding_window
+from hybridcp.attention.backward import backward_pass
 from hybridcp.attention.block import BlockAttention
-from hybridcp.attention.direct import direct_backward
 from hybridcp.attention.forward import forward_pass
 from hybridcp.attention.kv_block import KVShape
-from hybridcp.attention.ring import ring_backward
 from hybridcp.kernels.protocol import Scores
 from hybridcp.kernels.reference import ReferenceKernel
 
@@ -20,10 +19,9 @@ class RecordingRing:
     def __init__(self, log):
         self.log, self.rank, self.size = log, RANK, RING
 
-    def exchange(self, *, send, to, receive, source, tag):
-        if to is None:
-            return Recorded(self.log, None)
-        receive.zero_()
+    def exchange(self, sends, receives, *, tag):
+        (((_, to),), ((block, source),)) = sends, receives
+        block.zero_()
         name = f"{'keys' if tag == 0 else 'gradient'} to {to} from {source}"
         self.log.append(f"post {name}")
         return Recorded(self.log, name)
@@ -34,8 +32,7 @@ class Recorded:
         self.log, self.name = log, name
 
     def wait(self):
-        if self.name:
-            self.log.append(f"wait {self.name}")
+        self.log.append(f"wait {self.name}")
 
 
 class RecordingKernel(ReferenceKernel):
@@ -62,17 +59,14 @@ def _setup(exchange, mask):
 
     def forward():
         steps = schedule.forward_steps(RANK)
-        return forward_pass(
-            q, kv, steps, RecordingRing(log), attention, passes_on=exchange == "ring"
-        )
+        return forward_pass(q, kv, steps, RecordingRing(log), attention)
 
     def backward():
         running, last = forward()
         log.clear()
-        pass_back = ring_backward if exchange == "ring" else direct_backward
         steps, ring = schedule.backward_steps(RANK), RecordingRing(log)
         out, lse = running.out, running.lse
-        pass_back(torch.randn_like(out), q, kv, last, out, lse, steps, ring, attention)
+        backward_pass(torch.randn_like(out), q, kv, last, out, lse, steps, ring, attention)
 
     return log, forward, backward
 
@@ -88,9 +82,10 @@ def test_backward_saves_a_hop_and_gradients_travel_under_the_next_step():
     log, _, backward = _setup("ring", full())
     backward()
     keys, gradient = "keys to 0 from 2", "gradient to 0 from 2"
-    first = [f"post {keys}", "compute", f"wait {keys}", f"post {gradient}"]
-    middle = [f"post {keys}", "compute", f"wait {keys}", f"wait {gradient}", f"post {gradient}"]
-    later = ["compute", f"wait {gradient}", f"post {gradient}"]
+    first = [f"post {keys}", "compute", f"post {gradient}"]
+    add_and_pass_on = ["compute", f"wait {gradient}", f"post {gradient}"]
+    middle = [f"wait {keys}", f"post {keys}", *add_and_pass_on]
+    later = [f"wait {keys}", *add_and_pass_on]
     end = ["compute", f"wait {gradient}"]
     assert log == first + middle * (RING - 3) + later + end
 

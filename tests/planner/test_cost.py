@@ -69,7 +69,7 @@ def test_passes_by_walking_every_position(mask, layout, sharding):
             + merge_seconds(steps[t].bands, problem, heads.queries)
             for steps in forward
         )
-        sends = forward[0][t].send is not None
+        sends = bool(forward[0][t].sends)
         hop = hop_seconds(loads, problem.cluster, block * 2 * sends)
         compute += step
         exposed += max(0.0, hop - step)
@@ -79,7 +79,7 @@ def test_passes_by_walking_every_position(mask, layout, sharding):
             + accumulate_seconds(steps[t].bands, problem, heads.queries, max(heads.keys), arriving)
             for steps in backward
         )
-        sends = backward[0][t].send is not None
+        sends = bool(backward[0][t].sends)
         hop = hop_seconds(loads, problem.cluster, block * 2 * sends + block * 4 * bool(t))
         back_compute += step
         back_exposed += max(0.0, hop - step)

@@ -93,13 +93,13 @@ def test_ring_by_walking_the_schedule(case):
         forward = sum(
             elements * 2 * sharding.ring_len(step.kv_owner)
             for step in schedule.forward_steps(r)
-            if step.send is not None
+            if step.sends
         )
         backward = 0
         steps = schedule.backward_steps(r)
         for t, step in enumerate(steps):
             block = elements * sharding.ring_len(step.kv_owner)
-            backward += 2 * block if step.send is not None else 0
+            backward += 2 * block if step.sends else 0
             backward += 4 * block if t < len(steps) - 1 else 0
         assert ring_forward_bytes(problem, sharding, r, u) == forward
         assert ring_backward_bytes(problem, sharding, r, u) == backward

@@ -22,13 +22,8 @@ def pass_on(groups, hops):
     seen = []
     for _ in range(hops):
         arriving = torch.empty_like(block)
-        ring.exchange(
-            send=block,
-            to=(ring.rank + 1) % ring.size,
-            receive=arriving,
-            source=(ring.rank - 1) % ring.size,
-            tag=0,
-        ).wait()
+        ahead, behind = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+        ring.exchange([(block, ahead)], [(arriving, behind)], tag=0).wait()
         block = arriving
         seen.append(tuple(block.tolist()))
     return seen

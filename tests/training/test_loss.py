@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridcp.distributed import Communicator, ContextParallelGroups
+from hybridcp.communicator import Communicator
+from hybridcp.distributed import ContextParallelGroups
 from hybridcp.errors import InputError
 from hybridcp.training import count_targets, linear_cross_entropy, loss_share
 from hybridcp.training.loss import chunked_loss
