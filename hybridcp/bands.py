@@ -5,14 +5,13 @@ is one flash-attention call. `hybridcp.masks` builds every mask from them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 UNBOUNDED = 1 << 62
 """Stands for an open end; far above any position, so plain integer arithmetic stays exact."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Band:
+class Band(NamedTuple):
     """The pairs with `q0 <= q < q1`, `k0 <= k < k1` and `lo <= k - q <= hi`.
 
     `q1`, `k1` and `hi` may be `UNBOUNDED`, `lo` may be `-UNBOUNDED`.
@@ -50,6 +49,8 @@ class Band:
         """Number of (query, key) pairs: two clipped arithmetic sums, no loop."""
         if self.q0 >= self.q1 or self.k0 >= self.k1 or self.lo > self.hi:
             return 0
+        if self.lo == -UNBOUNDED and self.hi == UNBOUNDED:
+            return self.q_len * self.k_len
         below_hi = self._pairs_at_or_below(self.hi) if self.has_hi else self.q_len * self.k_len
         return below_hi - (self._pairs_at_or_below(self.lo - 1) if self.has_lo else 0)
 
@@ -88,6 +89,8 @@ class Band:
 
         A diagonal that no longer cuts becomes unbounded.
         """
+        if self.lo == -UNBOUNDED and self.hi == UNBOUNDED:
+            return self if self.q0 < self.q1 and self.k0 < self.k1 else None
         q0 = max(self.q0, self.k0 - self.hi)
         q1 = min(self.q1, self.k1 - self.lo)
         k0 = max(self.k0, q0 + self.lo)
@@ -108,6 +111,17 @@ class Band:
             max(self.lo, other.lo),
             min(self.hi, other.hi),
         ).trimmed()
+
+    def holds(self, other: "Band") -> bool:
+        """Whether every pair of a trimmed band is in this one."""
+        return (
+            self.q0 <= other.q0
+            and other.q1 <= self.q1
+            and self.k0 <= other.k0
+            and other.k1 <= self.k1
+            and self.lo <= max(other.lo, other.k0 - other.q1 + 1)
+            and min(other.hi, other.k1 - 1 - other.q0) <= self.hi
+        )
 
     def shifted(self, q_by: int, k_by: int) -> "Band":
         """The same band with queries renumbered by `q_by` and keys by `k_by`."""

@@ -7,69 +7,75 @@ the rows that arrived last; the gradient of rows goes straight back to their own
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from hybridcp.bands import Band
-from hybridcp.steps import Rows, Step, Transfer, packed, some
+from hybridcp.steps import Rows, Step, Transfer
 
 
-def direct_forward(
-    position: int,
-    degree: int,
-    bands: Mapping[int, tuple[Band, ...]],
-    needed: Mapping[int, Rows],
-    seen: Mapping[int, Rows],
-) -> tuple[Step, ...]:
-    """The R steps of one position.
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What one position needs of others, and they of it.
 
-    Args:
+    Attributes:
         position: ring position.
         degree: R.
-        bands: what its queries see, in the local rows of each owner.
-        needed: the rows of each owner that they see; of the own block, all.
+        rows: which rows of each owner its queries see; of the own block, all.
+        bands: what they see, with keys numbered in a block of these rows.
         seen: own rows that the queries of each other position see.
     """
-    steps = []
-    for t in range(degree):
-        owner = (position - t) % degree
-        to, source = (position + t + 1) % degree, (position - t - 1) % degree
-        travels = t + 1 < degree
-        steps.append(
-            Step(
-                owner,
-                needed.get(owner, ()),
-                packed(bands.get(owner, ()), needed.get(owner, ())),
-                some(Transfer(to, position, seen.get(to, ()) if travels else (), t + 1)),
-                some(Transfer(source, source, needed.get(source, ()) if travels else (), t + 1)),
-            )
-        )
-    return tuple(steps)
 
+    position: int
+    degree: int
+    rows: Mapping[int, Rows]
+    bands: Mapping[int, tuple[Band, ...]]
+    seen: Mapping[int, Rows]
 
-def direct_backward(
-    position: int,
-    degree: int,
-    bands: Mapping[int, tuple[Band, ...]],
-    needed: Mapping[int, Rows],
-    seen: Mapping[int, Rows],
-) -> tuple[Step, ...]:
-    """The R steps of one position; arguments as in `direct_forward`."""
-    steps = []
-    for t in range(degree):
-        distance = degree - 1 - t
-        owner, back_from = (position - distance) % degree, (position + distance) % degree
-        # The block of distance d - 1 travels during the step of distance d; own needs none.
-        to, source = (position + distance - 1) % degree, (position - distance + 1) % degree
-        travels = distance > 1
-        rows, back = (needed.get(owner, ()), seen.get(back_from, ())) if distance else ((), ())
-        steps.append(
-            Step(
-                owner,
-                needed.get(owner, ()),
-                packed(bands.get(owner, ()), needed.get(owner, ())),
-                some(Transfer(to, position, seen.get(to, ()) if travels else (), t + 1)),
-                some(Transfer(source, source, needed.get(source, ()) if travels else (), t + 1)),
-                some(Transfer(owner, owner, rows, t + 1)),
-                some(Transfer(back_from, position, back, t + 1)),
+    def forward(self) -> tuple[Step, ...]:
+        """The R steps of the forward pass."""
+        steps = []
+        for t in range(self.degree):
+            to = (self.position + t + 1) % self.degree
+            source = (self.position - t - 1) % self.degree
+            travels = t + 1 < self.degree
+            steps.append(
+                self._step(
+                    (self.position - t) % self.degree,
+                    sends=self._own(to, t + 1) if travels else (),
+                    receives=self._of(source, t + 1) if travels else (),
+                )
             )
-        )
-    return tuple(steps)
+        return tuple(steps)
+
+    def backward(self) -> tuple[Step, ...]:
+        """The R steps of the backward pass."""
+        steps = []
+        for t in range(self.degree):
+            distance = self.degree - 1 - t
+            owner = (self.position - distance) % self.degree
+            # The block of distance d - 1 travels during the step of distance d; own needs none.
+            to = (self.position + distance - 1) % self.degree
+            source = (self.position - distance + 1) % self.degree
+            travels = distance > 1
+            back_from = (self.position + distance) % self.degree
+            steps.append(
+                self._step(
+                    owner,
+                    sends=self._own(to, t + 1) if travels else (),
+                    receives=self._of(source, t + 1) if travels else (),
+                    gradient_sends=self._of(owner, t + 1) if distance else (),
+                    gradient_receives=self._own(back_from, t + 1) if distance else (),
+                )
+            )
+        return tuple(steps)
+
+    def _step(self, owner: int, **transfers: tuple[Transfer, ...]) -> Step:
+        return Step(owner, self.rows.get(owner, ()), self.bands.get(owner, ()), **transfers)
+
+    def _own(self, peer: int, due: int) -> tuple[Transfer, ...]:
+        rows = self.seen.get(peer)
+        return (Transfer(peer, self.position, rows, due),) if rows else ()
+
+    def _of(self, owner: int, due: int) -> tuple[Transfer, ...]:
+        rows = self.rows.get(owner)
+        return (Transfer(owner, owner, rows, due),) if rows else ()

@@ -6,11 +6,15 @@ step says it is, and that each gradient reaches its owner. It recomputes nothing
 schedule did: local bands are mapped back to global positions and counted against the mask.
 """
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hybridcp.errors import ScheduleError
 from hybridcp.masks import Band, first_overlap
 from hybridcp.schedule import Schedule
+from hybridcp.sharding import TokenRange
 from hybridcp.steps import Rows, Step
 from hybridcp.transfer_proof import check_transfers
 
@@ -39,6 +43,11 @@ def check(schedule: Schedule) -> CheckReport:
     Raises:
         ScheduleError: the first ring position and step where the proof fails, and why.
     """
+    with _without_garbage_collection():
+        return _check(schedule)
+
+
+def _check(schedule: Schedule) -> CheckReport:
     positions = range(schedule.ring_degree)
     forward = [schedule.forward_steps(r) for r in positions]
     backward = [schedule.backward_steps(r) for r in positions]
@@ -47,7 +56,12 @@ def check(schedule: Schedule) -> CheckReport:
         if _work_by_owner(forward[r]) != _work_by_owner(backward[r]):
             raise ScheduleError(f"ring position {r}: forward and backward compute different bands")
 
-    work = [sum(_checked_pairs(schedule, r, step) for step in forward[r]) for r in positions]
+    work = [
+        _checked_pairs(
+            schedule, list(schedule.sharding.local_rows(r)), f"ring position {r}", forward[r]
+        )
+        for r in positions
+    ]
     allowed = schedule.mask.pairs(schedule.sharding.seq_len, schedule.kv_sharding.seq_len)
     if sum(work) != allowed:
         raise ScheduleError(f"{sum(work)} pairs are computed, but the mask allows {allowed}")
@@ -59,54 +73,89 @@ def check(schedule: Schedule) -> CheckReport:
     )
 
 
-def _checked_pairs(schedule: Schedule, ring_rank: int, step: Step) -> int:
-    """Pairs of one step, after showing that its bands are disjoint and inside the mask."""
-    of_owner = "gathered blocks" if step.kv_owner is None else f"block of {step.kv_owner}"
-    here = f"ring position {ring_rank}, {of_owner}"
-    overlap = first_overlap(sorted(step.bands))
-    if overlap is not None:
-        raise ScheduleError(f"{here}: {overlap[0]} and {overlap[1]} compute a pair twice")
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Steps are millions of small tuples without cycles; the collector would walk them for long."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _checked_pairs(
+    schedule: Schedule, queries: list[tuple[TokenRange, int]], here: str, steps: tuple[Step, ...]
+) -> int:
+    """Pairs of a position's steps, after showing that bands are disjoint and inside the mask."""
     total = 0
-    for band in step.bands:
-        covered = 0
-        for piece in _global_pieces(schedule, band, ring_rank, step):
-            covered += piece.pairs
-            inside = sum(
-                common.pairs
-                for allowed in schedule.mask_bands_at(piece.q0, piece.q1)
-                if (common := piece.intersect(allowed)) is not None
+    for step in steps:
+        overlap = first_overlap(sorted(step.bands)) if len(step.bands) > 1 else None
+        if overlap is not None:
+            raise ScheduleError(
+                f"{_of(here, step)}: {overlap[0]} and {overlap[1]} compute a pair twice"
             )
-            if inside != piece.pairs:
-                raise ScheduleError(f"{here}: {piece} leaves the mask {schedule.mask}")
-        if covered != band.pairs:
-            raise ScheduleError(f"{here}: {band} reaches rows that are not present")
-        total += covered
+        keys = _present_keys(schedule, step) if step.bands else []
+        for band in step.bands:
+            covered = 0
+            for piece in _global_pieces(band, queries, keys):
+                covered += piece.pairs
+                if not _is_inside(schedule.mask_bands_at(piece.q0, piece.q1), piece):
+                    raise ScheduleError(
+                        f"{_of(here, step)}: {piece} leaves the mask {schedule.mask}"
+                    )
+            if covered != band.pairs:
+                raise ScheduleError(f"{_of(here, step)}: {band} reaches rows that are not present")
+            total += covered
     return total
 
 
-def _global_pieces(schedule: Schedule, band: Band, ring_rank: int, step: Step) -> list[Band]:
-    """The band of a step in global positions, cut where neighbouring rows are not neighbours."""
-    pieces = []
-    for queries, q_row in schedule.sharding.local_rows(ring_rank):
-        for keys, k_row in _present_keys(schedule, step):
-            local = Band(q_row, q_row + queries.size, k_row, k_row + len(keys))
-            piece = band.intersect(local)
-            if piece is not None:
-                pieces.append(piece.shifted(queries.start - q_row, keys.start - k_row))
-    return pieces
+def _of(here: str, step: Step) -> str:
+    return f"{here}, {'gathered blocks' if step.kv_owner is None else f'block of {step.kv_owner}'}"
 
 
-def _present_keys(schedule: Schedule, step: Step) -> list[tuple[range, int]]:
+def _is_inside(allowed: list[Band], piece: Band) -> bool:
+    """Whether disjoint bands have all pairs of a trimmed band."""
+    if any(band.holds(piece) for band in allowed):
+        return True
+    common = (piece.intersect(band) for band in allowed)
+    return sum(band.pairs for band in common if band is not None) == piece.pairs
+
+
+def _global_pieces(
+    band: Band, queries: list[tuple[TokenRange, int]], keys: list[tuple[TokenRange, int]]
+) -> Iterator[Band]:
+    """The band of a step in global positions, cut where neighbouring rows are not neighbours.
+
+    Args:
+        band: in local rows.
+        queries: global ranges of the position, each with its first local row.
+        keys: global ranges that are present, each with its first row in the block.
+    """
+    for (q_start, q_stop), q_row in queries:
+        q_end = q_row + q_stop - q_start
+        if q_row >= band.q1 or q_end <= band.q0:
+            continue
+        for (k_start, k_stop), k_row in keys:
+            k_end = k_row + k_stop - k_start
+            if k_row < band.k1 and k_end > band.k0:
+                piece = band.intersect(Band(q_row, q_end, k_row, k_end))
+                if piece is not None:
+                    yield piece.shifted(q_start - q_row, k_start - k_row)
+
+
+def _present_keys(schedule: Schedule, step: Step) -> list[tuple[TokenRange, int]]:
     """Global positions of the present keys, each run with its first row in the present block."""
     if step.kv_owner is None:
-        return [(range(schedule.kv_sharding.seq_len), 0)]
+        return [(TokenRange(0, schedule.kv_sharding.seq_len), 0)]
     found = []
     offset = 0
     for rows in step.kv_rows:
         for piece, row in schedule.kv_sharding.local_rows(step.kv_owner):
             first, last = max(rows.start, row), min(rows.stop, row + piece.size)
             if first < last:
-                keys = range(piece.start + first - row, piece.start + last - row)
+                keys = TokenRange(piece.start + first - row, piece.start + last - row)
                 found.append((keys, offset + first - rows.start))
         offset += rows.size
     return found

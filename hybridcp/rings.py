@@ -16,102 +16,92 @@ Its last cycle has the blocks of the own inner ring, so these come from next doo
 outer ring. Hops and sums are as many as in one ring, which is the double ring of w = R.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from hybridcp.bands import Band
-from hybridcp.steps import Rows, Step, Transfer, some
+from hybridcp.steps import Rows, Step, Transfer
+
+NO_TRANSFER: tuple[Transfer, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ring:
     """The steps of one exchange around R positions.
 
     Attributes:
-        degree: R.
         inner: w, positions of one inner ring; R for one ring. Divides R.
-        whole: all local rows of a position.
+        blocks: all local rows of each of the R positions.
     """
 
-    degree: int
     inner: int
-    whole: Callable[[int], Rows]
+    blocks: tuple[Rows, ...]
+
+    @cached_property
+    def degree(self) -> int:
+        """R."""
+        return len(self.blocks)
 
     def forward(self, position: int, bands: Mapping[int, tuple[Band, ...]]) -> tuple[Step, ...]:
         """The R steps of one position; `bands` by owner."""
         outer, inner = divmod(position, self.inner)
-        cycles = self.degree // self.inner
+        ahead, behind = self._at(outer, inner + 1), self._at(outer, inner - 1)
+        ahead_outside, behind_outside = self._at(outer + 1, inner), self._at(outer - 1, inner)
         steps = []
         for t in range(self.degree):
             c, s = divmod(t, self.inner)
             owner = self._at(outer - c, inner - s)
-            sends: list[Transfer] = []
-            receives: list[Transfer] = []
+            sends = receives = NO_TRANSFER
             if s + 1 < self.inner:
-                before = self._at(outer, inner - 1)
-                sends.append(self._block(owner, to=self._at(outer, inner + 1), due=t + 1))
-                receives.append(
-                    self._block(self._at(outer - c, inner - 1 - s), to=before, due=t + 1)
-                )
-            if s == 0 and c + 1 < cycles:
-                due = t + self.inner
-                sends.append(self._block(owner, to=self._at(outer + 1, inner), due=due))
-                receives.append(
-                    self._block(
-                        self._at(outer - 1 - c, inner), to=self._at(outer - 1, inner), due=due
-                    )
-                )
-            steps.append(
-                Step(owner, self.whole(owner), bands.get(owner, ()), some(*sends), some(*receives))
-            )
+                sends = self._hop(owner, ahead, t + 1)
+                receives = self._hop(self._at(outer - c, inner - 1 - s), behind, t + 1)
+            due = t + self.inner
+            if s == 0 and due < self.degree:
+                sends += self._hop(owner, ahead_outside, due)
+                receives += self._hop(self._at(outer - 1 - c, inner), behind_outside, due)
+            steps.append(Step(owner, self.blocks[owner], bands.get(owner, ()), sends, receives))
         return tuple(steps)
 
     def backward(self, position: int, bands: Mapping[int, tuple[Band, ...]]) -> tuple[Step, ...]:
         """The R steps of one position; `bands` by owner."""
         outer, inner = divmod(position, self.inner)
+        ahead, behind = self._at(outer, inner - 1), self._at(outer, inner + 1)
+        ahead_outside, behind_outside = self._at(outer - 1, inner), self._at(outer + 1, inner)
         cycles = self.degree // self.inner
-        # Everything comes from `after` in the own inner ring or `beyond` in the next.
-        ahead, after = self._at(outer, inner - 1), self._at(outer, inner + 1)
-        beyond = self._at(outer + 1, inner)
         steps = []
         for t in range(self.degree):
             c, s = divmod(t, self.inner)
             owner = self._at(outer + 1 + c, inner + 1 + s)
             follows = self._at(outer + 1 + c, inner + 2 + s)
-            sends: list[Transfer] = []
-            receives: list[Transfer] = []
+            sends = receives = gradient_sends = gradient_receives = NO_TRANSFER
             is_last_cycle = c + 1 == cycles
             # In the last cycle the last block is the own.
             if s + 1 < self.inner - is_last_cycle:
-                sends.append(self._block(owner, to=ahead, due=t + 1))
-                receives.append(self._block(follows, to=after, due=t + 1))
+                sends = self._hop(owner, ahead, t + 1)
+                receives = self._hop(follows, behind, t + 1)
+            elif s + 1 == self.inner and c + 2 == cycles:
+                sends = self._hop(position, ahead, t + 1)
+                receives = self._hop(behind, behind, t + 1)
+            due = t + self.inner
             if s == 0 and c + 2 < cycles:
-                due = t + self.inner
-                sends.append(self._block(owner, to=self._at(outer - 1, inner), due=due))
-                receives.append(self._block(self._at(outer + 2 + c, inner + 1), to=beyond, due=due))
-            if s + 1 == self.inner and c + 2 == cycles:
-                sends.append(self._block(position, to=ahead, due=t + 1))
-                receives.append(self._block(after, to=after, due=t + 1))
-            gradient_sends: list[Transfer] = []
-            gradient_receives: list[Transfer] = []
+                sends += self._hop(owner, ahead_outside, due)
+                receives += self._hop(self._at(outer + 2 + c, inner + 1), behind_outside, due)
             if s + 1 < self.inner:
-                gradient_sends.append(self._block(owner, to=ahead, due=t + 1))
-                gradient_receives.append(self._block(follows, to=after, due=t + 1))
+                gradient_sends = self._hop(owner, ahead, t + 1)
+                gradient_receives = self._hop(follows, behind, t + 1)
             elif not is_last_cycle:
-                due = t + self.inner
-                gradient_sends.append(self._block(owner, to=self._at(outer - 1, inner), due=due))
-                gradient_receives.append(
-                    self._block(self._at(outer + 2 + c, inner), to=beyond, due=due)
-                )
+                gradient_sends = self._hop(owner, ahead_outside, due)
+                gradient_receives = self._hop(self._at(outer + 2 + c, inner), behind_outside, due)
             steps.append(
                 Step(
                     owner,
-                    self.whole(owner),
+                    self.blocks[owner],
                     bands.get(owner, ()),
-                    some(*sends),
-                    some(*receives),
-                    some(*gradient_sends),
-                    some(*gradient_receives),
+                    sends,
+                    receives,
+                    gradient_sends,
+                    gradient_receives,
                 )
             )
         return tuple(steps)
@@ -120,5 +110,7 @@ class Ring:
         """The position of these coordinates, which go around."""
         return outer * self.inner % self.degree + inner % self.inner
 
-    def _block(self, owner: int, *, to: int, due: int) -> Transfer:
-        return Transfer(to, owner, self.whole(owner), due)
+    def _hop(self, owner: int, peer: int, due: int) -> tuple[Transfer, ...]:
+        """One message, or none if the owner has no rows."""
+        rows = self.blocks[owner]
+        return (Transfer(peer, owner, rows, due),) if rows else NO_TRANSFER

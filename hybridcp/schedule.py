@@ -15,12 +15,12 @@ from typing import Self
 
 from hybridcp.band_index import BandsByRow, HeldRanges
 from hybridcp.band_merging import merge_bands
-from hybridcp.direct_steps import direct_backward, direct_forward
+from hybridcp.direct_steps import Needs
 from hybridcp.layout import Exchange, Layout
 from hybridcp.masks import AttentionMask, Band
 from hybridcp.rings import Ring
 from hybridcp.sharding import Sharding, TokenRange
-from hybridcp.steps import Rows, Step, rows_of
+from hybridcp.steps import Rows, Step, packed, rows_of
 
 
 class Schedule:
@@ -61,6 +61,7 @@ class Schedule:
         self.bands = mask.bands_for(sharding.seq_len, self.kv_sharding.seq_len)
         # Both passes ask for the same, and most pairs of positions look alike in local rows.
         self._between: dict[int, dict[int, tuple[Band, ...]]] = {}
+        self._needed: dict[int, Needs] = {}
         self._merged: dict[tuple[Band, ...], tuple[Band, ...]] = {}
 
     @classmethod
@@ -93,21 +94,17 @@ class Schedule:
         """The steps of one ring position in the forward pass, in order: R, or 1 of `allgather`."""
         if self.exchange == "allgather":
             return self._gathered(ring_rank)
-        bands = self.bands_between(ring_rank)
         if self.exchange == "direct":
-            needed, seen = self._needed(ring_rank, bands), self._seen_by_others(ring_rank)
-            return direct_forward(ring_rank, self.ring_degree, bands, needed, seen)
-        return self._ring.forward(ring_rank, bands)
+            return self._needs(ring_rank).forward()
+        return self._ring.forward(ring_rank, self.bands_between(ring_rank))
 
     def backward_steps(self, ring_rank: int) -> tuple[Step, ...]:
         """The steps of one ring position in the backward pass, in order."""
         if self.exchange == "allgather":
             return self._gathered(ring_rank)
-        bands = self.bands_between(ring_rank)
         if self.exchange == "direct":
-            needed, seen = self._needed(ring_rank, bands), self._seen_by_others(ring_rank)
-            return direct_backward(ring_rank, self.ring_degree, bands, needed, seen)
-        return self._ring.backward(ring_rank, bands)
+            return self._needs(ring_rank).backward()
+        return self._ring.backward(ring_rank, self.bands_between(ring_rank))
 
     def bands_between(self, ring_rank: int) -> dict[int, tuple[Band, ...]]:
         """For one ring position as query side: key/value owner → its bands in local rows.
@@ -128,8 +125,7 @@ class Schedule:
 
     def whole_block(self, ring_rank: int) -> Rows:
         """All local key/value rows of a ring position."""
-        length = self.kv_sharding.ring_len(ring_rank)
-        return (TokenRange(0, length),) if length else ()
+        return self._whole_blocks[ring_rank]
 
     def _merge(self, bands: tuple[Band, ...]) -> tuple[Band, ...]:
         if bands not in self._merged:
@@ -146,23 +142,32 @@ class Schedule:
         everything = (TokenRange(0, self.kv_sharding.seq_len),)
         return (Step(None, everything, self._merge(tuple(pieces))),)
 
-    def _needed(self, ring_rank: int, bands: dict[int, tuple[Band, ...]]) -> dict[int, Rows]:
-        """Rows of each owner that this position's queries see; of its own block, all."""
-        needed = {
-            owner: rows_of((b.k0, b.k1) for b in of_owner) for owner, of_owner in bands.items()
-        }
-        return {**needed, ring_rank: self.whole_block(ring_rank)}
+    def _needs(self, ring_rank: int) -> Needs:
+        if ring_rank not in self._needed:
+            bands = self.bands_between(ring_rank)
+            rows = {owner: rows_of((b.k0, b.k1) for b in found) for owner, found in bands.items()}
+            rows[ring_rank] = self.whole_block(ring_rank)
+            seen: dict[int, list[tuple[int, int]]] = {}
+            pieces = _pieces(self.kv_sharding, ring_rank, self._by_key, self._held_queries)
+            for other, piece in pieces:
+                seen.setdefault(other, []).append((piece.q0, piece.q1))
+            self._needed[ring_rank] = Needs(
+                ring_rank,
+                self.ring_degree,
+                rows,
+                {owner: packed(found, rows[owner]) for owner, found in bands.items()},
+                {other: rows_of(spans) for other, spans in seen.items()},
+            )
+        return self._needed[ring_rank]
 
-    def _seen_by_others(self, ring_rank: int) -> dict[int, Rows]:
-        """Own rows that each other position's queries see."""
-        spans: dict[int, list[tuple[int, int]]] = {}
-        for other, piece in _pieces(self.kv_sharding, ring_rank, self._by_key, self._held_queries):
-            spans.setdefault(other, []).append((piece.q0, piece.q1))
-        return {other: rows_of(of_other) for other, of_other in spans.items()}
+    @cached_property
+    def _whole_blocks(self) -> tuple[Rows, ...]:
+        lengths = map(self.kv_sharding.ring_len, range(self.ring_degree))
+        return tuple((TokenRange(0, length),) if length else () for length in lengths)
 
     @cached_property
     def _ring(self) -> Ring:
-        return Ring(self.ring_degree, self.inner_ring_size or self.ring_degree, self.whole_block)
+        return Ring(self.inner_ring_size or self.ring_degree, self._whole_blocks)
 
     @cached_property
     def _by_query(self) -> BandsByRow:

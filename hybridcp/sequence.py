@@ -6,7 +6,6 @@ indices and positions, its steps of the schedule, and how to cut and restore ten
 
 import hashlib
 from array import array
-from dataclasses import astuple
 from functools import cached_property
 from itertools import chain
 
@@ -84,7 +83,7 @@ class ShardedSequence(OpaqueBase):
     @cached_property
     def fingerprint(self) -> str:
         """Short digest of shards, layout and mask: equal on all ranks that share a sequence."""
-        edges = chain.from_iterable(astuple(band) for band in self.schedule.bands)
+        edges = chain.from_iterable(self.schedule.bands)
         digest = hashlib.sha256(array("q", edges).tobytes())
         digest.update(repr((self.schedule.sharding, self.layout)).encode())
         return digest.hexdigest()[:12]

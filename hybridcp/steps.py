@@ -4,7 +4,7 @@ A block is the keys and values of one ring position, or the rows of it that are 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridcp.band_merging import merge_bands
 from hybridcp.bands import Band
@@ -14,8 +14,7 @@ Rows = tuple[TokenRange, ...]
 """Local rows of one ring position: ascending ranges that do not touch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One message between two ring positions.
 
     Attributes:
@@ -37,8 +36,7 @@ class Transfer:
         return size_of(self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One step of one ring position.
 
     What is present is this position's own block, or what a message brought that was due.
@@ -65,11 +63,6 @@ class Step:
     gradient_receives: tuple[Transfer, ...] = ()
 
 
-def some(*transfers: Transfer) -> tuple[Transfer, ...]:
-    """Those that have rows: nothing is not sent."""
-    return tuple(transfer for transfer in transfers if transfer.rows)
-
-
 def size_of(rows: Rows) -> int:
     """Number of rows."""
     return sum(piece.size for piece in rows)
@@ -88,6 +81,8 @@ def rows_of(spans: Iterable[tuple[int, int]]) -> Rows:
 
 def packed(bands: tuple[Band, ...], rows: Rows) -> tuple[Band, ...]:
     """Bands whose keys are some rows of a block, renumbered for a block of these rows alone."""
+    if len(rows) == 1:
+        return tuple(band.shifted(0, -rows[0].start) for band in bands) if rows[0].start else bands
     found = []
     offset = 0
     for piece in rows:

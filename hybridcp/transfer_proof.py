@@ -12,8 +12,8 @@ from hybridcp.steps import Rows, Step, Transfer, size_of
 
 Steps = Sequence[tuple[Step, ...]]
 Block = tuple[int, Rows]
-Meeting = tuple[int, int, int]
-"""Step, sender, receiver."""
+Transfers = Sequence[Sequence[tuple[Transfer, ...]]]
+"""Messages of each step of each position."""
 
 
 def check_transfers(schedule: Schedule, forward: Steps, backward: Steps) -> None:
@@ -60,59 +60,45 @@ def _check_steps(name: str, steps: Steps) -> None:
 
 def _check_pairing(name: str, steps: Steps) -> None:
     """Each send meets a receive of the same rows at the same step, and the reverse."""
-    for what, going, coming in (
-        ("block", [[s.sends for s in r] for r in steps], [[s.receives for s in r] for r in steps]),
-        (
-            "gradient",
-            [[s.gradient_sends for s in r] for r in steps],
-            [[s.gradient_receives for s in r] for r in steps],
-        ),
-    ):
-        sent = _by_meeting(f"{name}, a {what}", going, sender_first=True)
-        received = _by_meeting(f"{name}, a {what}", coming, sender_first=False)
-        for meeting in sent.keys() | received.keys():
-            given, taken = sent.get(meeting), received.get(meeting)
-            if given is None or taken is None or not _is_same(given, taken):
-                t, source, to = meeting
-                raise ScheduleError(
-                    f"{name} step {t}: ring position {source} sends {to} a {what}, "
-                    f"{_shown(given)}, but {to} receives {_shown(taken)}"
-                )
+    sends, receives = (
+        [[s.sends for s in r] for r in steps],
+        [[s.receives for s in r] for r in steps],
+    )
+    _check_met(f"{name}: a block", sends, receives)
+    _check_met(f"{name}: a block", receives, sends)
+    sends = [[s.gradient_sends for s in r] for r in steps]
+    receives = [[s.gradient_receives for s in r] for r in steps]
+    _check_met(f"{name}: a gradient", sends, receives)
+    _check_met(f"{name}: a gradient", receives, sends)
 
 
-def _by_meeting(
-    what: str, transfers: Sequence[Sequence[tuple[Transfer, ...]]], *, sender_first: bool
-) -> dict[Meeting, Transfer]:
+def _check_met(what: str, transfers: Transfers, others: Transfers) -> None:
+    """Each message of one side is exactly one of the other side's, at the same step."""
     degree = len(transfers)
-    found: dict[Meeting, Transfer] = {}
     for r, of_rank in enumerate(transfers):
         for t, of_step in enumerate(of_rank):
             for transfer in of_step:
-                peer = transfer.peer
-                here = f"{what} at step {t}, ring position {r}"
+                peer, _, rows, due = transfer
+                problem = None
                 if peer == r or not 0 <= peer < degree:
-                    raise ScheduleError(f"{here}: {peer} is no other position of the ring")
-                if not transfer.rows:
-                    raise ScheduleError(f"{here}: nothing is sent or received as a message")
-                if not t < transfer.due < degree:
-                    raise ScheduleError(
-                        f"{here}: no step is left to use it, it is due at {transfer.due}"
-                    )
-                meeting = (t, r, peer) if sender_first else (t, peer, r)
-                # One message between two positions at a time: their order is never in doubt.
-                if meeting in found:
-                    raise ScheduleError(f"{here}: two messages to or from {peer}")
-                found[meeting] = transfer
-    return found
+                    problem = f"{peer} is no other position of the ring"
+                elif not rows:
+                    problem = "nothing is sent or received as a message"
+                elif not t < due < degree:
+                    problem = f"no step is left to use it, it is due at {due}"
+                else:
+                    met = [other for other in others[peer][t] if other.peer == r]
+                    # One message at a time between two positions: their order is never in doubt.
+                    if len(met) != 1 or met[0][1:] != transfer[1:]:
+                        problem = (
+                            f"{_shown(transfer)} to or from {peer}, which has "
+                            f"{[_shown(other) for other in met]}"
+                        )
+                if problem:
+                    raise ScheduleError(f"{what} at step {t}, ring position {r}: {problem}")
 
 
-def _is_same(sent: Transfer, received: Transfer) -> bool:
-    return (sent.owner, sent.rows, sent.due) == (received.owner, received.rows, received.due)
-
-
-def _shown(transfer: Transfer | None) -> str:
-    if transfer is None:
-        return "nothing"
+def _shown(transfer: Transfer) -> str:
     rows = [tuple(piece) for piece in transfer.rows]
     return f"rows {rows} of {transfer.owner} for step {transfer.due}"
 
@@ -127,32 +113,27 @@ def _follow_blocks(name: str, steps: Steps, own: Sequence[Block], first: Sequenc
     for r, of_rank in enumerate(steps):
         arrives: dict[int, list[Block]] = {0: [first[r]]}
         for t, step in enumerate(of_rank):
-            here = f"{name} step {t}, ring position {r}"
             due = arrives.pop(t, [])
             present = _present(step)
             is_own = present[0] == r
+            problem = None
             if is_own and present != own[r]:
-                raise ScheduleError(f"{here}: computes rows of its own block only")
-            if t and any(block != present for block in due):
-                raise ScheduleError(f"{here}: the rows of {due[0][0]} are due and not used")
-            if t and is_own and due:
-                raise ScheduleError(f"{here}: receives the block that it owns")
-            if len(due) > 1:
-                raise ScheduleError(f"{here}: receives a block twice")
-            if present[1] and not is_own and present not in due:
-                raise ScheduleError(f"{here}: the block of {present[0]} has not arrived")
-            for transfer in step.sends:
-                _check_source(here, transfer, present, own[r])
+                problem = "computes some rows of its own block only"
+            elif len(due) > 1:
+                problem = "receives two blocks for one step"
+            elif t and due and (is_own or due[0] != present):
+                problem = f"the rows of {due[0][0]} are due and not used"
+            elif present[1] and not is_own and present not in due:
+                problem = f"the block of {present[0]} has not arrived"
+            for sent in step.sends:
+                if (sent.owner, sent.rows) != present and not (
+                    sent.owner == r and _holds(own[r][1], sent.rows)
+                ):
+                    problem = f"sends {_shown(sent)}, which it does not hold"
+            if problem:
+                raise ScheduleError(f"{name} step {t}, ring position {r}: {problem}")
             for transfer in step.receives:
                 arrives.setdefault(transfer.due, []).append((transfer.owner, transfer.rows))
-
-
-def _check_source(here: str, sent: Transfer, present: Block, own: Block) -> None:
-    """A position sends the block that is present, or rows of its own."""
-    if (sent.owner, sent.rows) == present:
-        return
-    if sent.owner != own[0] or not _holds(own[1], sent.rows):
-        raise ScheduleError(f"{here}: sends {_shown(sent)}, which it does not hold")
 
 
 def _holds(whole: Rows, part: Rows) -> bool:
@@ -169,37 +150,51 @@ def _follow_gradients(backward: Steps) -> None:
         for r, of_rank in enumerate(backward):
             step = of_rank[t]
             owner, rows = _present(step)
-            here = f"backward step {t}, ring position {r}"
-            own_share = (1 << r) if step.bands else 0
+            arrived, own_share = due[r].pop(t, 0), (1 << r) if step.bands else 0
             computed[owner] |= own_share
-            shares = _joined(here, due[r].pop(t, 0), own_share)
-            if owner == r:
-                gathered[r] = _joined(here, gathered[r], shares)
+            shares = arrived | own_share
+            problem = None
+            if arrived & own_share:
+                problem = "its share of a gradient is added twice"
+            elif owner == r:
+                if gathered[r] & shares:
+                    problem = "a share of a gradient is added twice"
+                gathered[r] |= shares
                 if step.gradient_sends:
-                    raise ScheduleError(f"{here}: sends away the gradient of its own block")
-                continue
-            if len(step.gradient_sends) != (1 if rows else 0):
-                raise ScheduleError(f"{here}: does not send on the gradient of its block")
-            for sent in step.gradient_sends:
-                if (sent.owner, sent.rows) != (owner, rows):
-                    raise ScheduleError(f"{here}: sends the gradient of rows that are not present")
-                if sent.peer == owner:
-                    gathered[owner] = _joined(here, gathered[owner], shares)
-                    continue
-                target = _present(backward[sent.peer][sent.due])
-                if target != (owner, rows):
-                    raise ScheduleError(
-                        f"{here}: the gradient of the block of {owner} reaches {sent.peer} beside "
-                        f"that of {target[0]}"
-                    )
-                waiting = due[sent.peer]
-                waiting[sent.due] = _joined(here, waiting.get(sent.due, 0), shares)
+                    problem = "sends away the gradient of its own block"
+            elif len(step.gradient_sends) != (1 if rows else 0):
+                problem = "does not send on the gradient of its block"
+            else:
+                for sent in step.gradient_sends:
+                    problem = _passed_on(backward, sent, (owner, rows), shares, gathered, due)
+            if problem:
+                raise ScheduleError(f"backward step {t}, ring position {r}: {problem}")
     for owner in range(degree):
         if gathered[owner] != computed[owner]:
             raise ScheduleError(f"backward: a gradient of the block of {owner} does not come home")
 
 
-def _joined(here: str, shares: int, others: int) -> int:
-    if shares & others:
-        raise ScheduleError(f"{here}: a share of a gradient is added twice")
-    return shares | others
+def _passed_on(
+    backward: Steps,
+    sent: Transfer,
+    present: Block,
+    shares: int,
+    gathered: list[int],
+    due: list[dict[int, int]],
+) -> str | None:
+    """Add shares of a gradient to those of the block that they reach, or say what is wrong."""
+    owner, peer = present[0], sent.peer
+    if (sent.owner, sent.rows) != present:
+        return "sends the gradient of rows that are not present"
+    target = backward[peer][sent.due]
+    if peer == owner:
+        reached = gathered[owner]
+        gathered[owner] |= shares
+    elif (target.kv_owner, target.kv_rows) == present:
+        reached = due[peer].get(sent.due, 0)
+        due[peer][sent.due] = reached | shares
+    else:
+        return (
+            f"the gradient of the block of {owner} reaches {peer} beside that of {target.kv_owner}"
+        )
+    return "a share of a gradient is added twice" if reached & shares else None

@@ -161,10 +161,8 @@ MUTATIONS = [
     Mutation(
         "the outer hop of a double ring is due one step early",
         "hybridcp/rings.py",
-        "                due = t + self.inner\n                sends.append(self._block(owner, "
-        "to=self._at(outer + 1, inner), due=due))",
-        "                due = t + self.inner - 1\n                sends.append(self._block(owner, "
-        "to=self._at(outer + 1, inner), due=due))",
+        "            due = t + self.inner\n            if s == 0 and due < self.degree:",
+        "            due = t + self.inner - 1\n            if s == 0 and due < self.degree:",
         "tests/test_proof.py",
     ),
     Mutation(
@@ -177,8 +175,8 @@ MUTATIONS = [
     Mutation(
         "the direct exchange sends one row too few",
         "hybridcp/schedule.py",
-        "spans.setdefault(other, []).append((piece.q0, piece.q1))",
-        "spans.setdefault(other, []).append((piece.q0, max(piece.q1 - 1, piece.q0 + 1)))",
+        "seen.setdefault(other, []).append((piece.q0, piece.q1))",
+        "seen.setdefault(other, []).append((piece.q0, max(piece.q1 - 1, piece.q0 + 1)))",
         "tests/test_proof.py",
     ),
     Mutation(
@@ -227,7 +225,7 @@ MUTATIONS = [
     Mutation(
         "a mask that differs between ranks is not noticed",
         "hybridcp/sequence.py",
-        "edges = chain.from_iterable(astuple(band) for band in self.schedule.bands)",
+        "edges = chain.from_iterable(self.schedule.bands)",
         "edges = [0]",
         "tests/attention/test_agreement.py",
     ),
